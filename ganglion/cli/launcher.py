@@ -1,0 +1,135 @@
+"""Local processes through torch elastic: started together, ended together, errors shown once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import typer
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+FAILED = 1
+
+
+class RankLogs(LogsSpecs):
+    """Streams of each rank go to `logs/`; only rank 0 keeps the terminal, for the progress."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write below `folder`."""
+        super().__init__(log_dir=str(folder))
+        self._folder = folder
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of the logs."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Name every rank's files and tell it where to leave its error."""
+        destination = LogsDest()
+        for rank, environment in envs.items():
+            error_file = self._folder / f"rank{rank}.error.json"
+            error_file.unlink(missing_ok=True)
+            environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+            destination.error_files[rank] = str(error_file)
+            destination.stderrs[rank] = str(self._folder / f"rank{rank}.stderr")
+            destination.stdouts[rank] = (
+                "" if rank == 0 else str(self._folder / f"rank{rank}.stdout")
+            )
+        return destination
+
+
+def run_processes(folder: Path, num_processes: int, resume: bool, log_level: str) -> int:
+    """Train in local processes; return 0, 1 after a failure, 128 + signal when interrupted."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    arguments = ["-m", "ganglion.cli.worker", str(folder), log_level, "resume" if resume else ""]
+    launch = elastic_launch(launch_config(num_processes, RankLogs(folder / "logs")), sys.executable)
+    with forwarded_signals() as received:
+        try:
+            launch(*arguments)
+        except ChildFailedError as error:
+            if not received:
+                show_failure(error, folder)
+            return 128 + received[0] if received else FAILED
+    return 128 + received[0] if received else 0
+
+
+def launch_config(num_processes: int, logs: LogsSpecs | None = None) -> LaunchConfig:
+    """Return the settings of one group of local processes on a free port, without restarts."""
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.05,
+        logs_specs=logs,
+        # Ctrl-C is ours: the workers save a checkpoint and leave by themselves.
+        signals_to_handle="SIGQUIT",
+    )
+
+
+@contextmanager
+def forwarded_signals() -> Iterator[list[int]]:
+    """Pass the first Ctrl-C or SIGTERM on to the workers; at the second, end them at once.
+
+    Workers live in sessions of their own, so the terminal's Ctrl-C does not reach them.
+    """
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        again = len(received) > 1
+        if not again:
+            typer.echo("\nstopping after this step, with a checkpoint (again: at once)", err=True)
+        for child in psutil.Process().children():
+            child.send_signal(signal.SIGKILL if again else number)
+
+    before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show_failure(error: ChildFailedError, folder: Path) -> None:
+    """Print the first failure, with its rank: others are mostly its consequences."""
+    rank, failure = min(error.failures.items(), key=lambda item: _lateness(item[1]))
+    message, trace = _read_failure(failure)
+    typer.echo(f"\nerror: rank {rank} failed: {message}", err=True)
+    if trace:
+        typer.echo(trace.rstrip(), err=True)
+    typer.echo(f"logs of all ranks: {folder / 'logs'}", err=True)
+
+
+def _lateness(failure: ProcessFailure) -> tuple[bool, int]:
+    """Order failures so that the cause comes first: a lost peer is somebody else's death."""
+    return "PeerLost" in _read_failure(failure)[0], failure.timestamp
+
+
+def _read_failure(failure: ProcessFailure) -> tuple[str, str]:
+    record = failure.error_file_data.get("message", "")
+    if not isinstance(record, dict):
+        return failure.message, ""
+    message = str(record.get("message", failure.message))
+    trace = str(record.get("extraInfo", {}).get("py_callstack", ""))
+    return message, "" if _is_users(trace) else trace
+
+
+def _is_users(trace: str) -> bool:
+    """Say whether the error is one of ours, whose message alone tells all."""
+    last = trace.rstrip().rsplit("\n", 1)[-1]
+    return last.startswith("ganglion.errors.")

@@ -1,0 +1,124 @@
+"""`ganglion`: the commands, their shared options, and how errors reach the user."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import ganglion
+from ganglion.cli.overrides import split_overrides
+from ganglion.errors import GanglionError
+
+USAGE_ERROR = 2
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+app = typer.Typer(
+    name="ganglion",
+    help="Plan, predict, run and explain parallel training of PyTorch models.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help answers in half the time
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ganglion {ganglion.__version__}")
+        raise typer.Exit
+
+
+def _check_level(level: str) -> str:
+    if level.lower() not in LOG_LEVELS:
+        raise typer.BadParameter(f"{level!r} is not one of {', '.join(LOG_LEVELS)}")
+    return level.lower()
+
+
+@app.callback()
+def shared_options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(callback=_check_level, help="debug, info, warning or error.")
+    ] = "warning",
+) -> None:
+    """Plan, predict, run and explain parallel training of PyTorch models."""
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    context.ensure_object(dict)["log_level"] = log_level
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="Run file; without: quickstart.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Local processes; without: as many as the plan needs.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Use this plan.json instead of the [parallel] section.")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved run file and stop.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in output.dir, or the newest one.")
+    ] = False,
+) -> None:
+    """Train a model. Any key of the run file can be set as --section.key VALUE."""
+    from ganglion.cli.train import TrainOptions, train_command
+
+    options = TrainOptions(
+        run_file=run_file,
+        nproc=nproc,
+        plan_file=plan,
+        print_config=print_config,
+        resume=resume,
+        overrides=tuple(context.obj["overrides"]),
+        log_level=context.obj["log_level"],
+    )
+    raise typer.Exit(train_command(options))
+
+
+@app.command()
+def generate(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUNDIR", help="Folder of a finished run.")],
+    prompt: Annotated[str, typer.Option(help="How the text begins.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: always the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the likeliest K; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+) -> None:
+    """Print text written by a trained model."""
+    from ganglion.cli.generate import sample_text
+
+    typer.echo(sample_text(run_folder, prompt, tokens, temperature, top_k, seed))
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine offers, and that two processes can really talk."""
+    from ganglion.cli.doctor import doctor_command
+
+    raise typer.Exit(doctor_command())
+
+
+def main() -> None:
+    """Run the command line; errors made by the user end in one line and exit code 2."""
+    try:
+        arguments, overrides = split_overrides(sys.argv[1:])
+        if overrides and "train" not in arguments:
+            raise GanglionError(f"--{overrides[0][0]} is a run-file key: only `train` takes those")
+        app(args=arguments, obj={"overrides": overrides})
+    except GanglionError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(USAGE_ERROR)

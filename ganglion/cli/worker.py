@@ -1,0 +1,144 @@
+"""One process of a training, however it was started: here, by torch elastic, torchrun or srun."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ganglion.checkpoint import latest_checkpoint
+from ganglion.cli.cache import cache_folder
+from ganglion.cli.folder import CHECKPOINTS, MODEL_FILE, prepare_folder, read_folder
+from ganglion.cli.lifeline import end_with_parent
+from ganglion.cli.progress import Progress
+from ganglion.cli.stopping import StopSignal
+from ganglion.cli.summary import print_summary
+from ganglion.comm import World, open_world
+from ganglion.config import RunFile
+from ganglion.errors import CheckpointError, GanglionError
+from ganglion.plan import Plan
+from ganglion.topology import Launch, read_launch
+from ganglion.train import Job, Observer, build_job, file_observers, train
+
+if TYPE_CHECKING:
+    from ganglion.cli.train import TrainOptions
+
+_REFUSED = "refused: "
+
+
+def train_in_folder(
+    folder: Path, launch: Launch, *, resume: bool, level: str, world: World | None = None
+) -> int:
+    """Train what a prepared run folder describes; return 0, or 128 + signal when interrupted."""
+    with StopSignal() as stop:
+        file, plan = read_folder(folder)
+        _log_to(folder / "logs" / f"rank{launch.rank}.log", level)
+        torch.set_num_threads(file.train.threads or _threads(launch))
+        world = world or open_world(launch, plan.mesh(), timeout_s=file.train.timeout_s)
+        job = build_job(file, plan, world, launch, folder, cache_folder())
+        with job.run:
+            stop.call(job.run.request_stop)
+            if resume:
+                _resume(job)
+            _train_watched(job)
+            if world.rank == 0:
+                _publish_model(folder)
+        return stop.exit_code
+
+
+def train_under_launcher(
+    file: RunFile, plan: Plan, name: str, launch: Launch, options: TrainOptions
+) -> int:
+    """Train as one of the processes that torchrun or srun started; rank 0 makes the folder."""
+    world = open_world(launch, plan.mesh(), timeout_s=file.train.timeout_s)
+    folder = Path(_agree_on_folder(world, file, plan, name, options.resume))
+    code = train_in_folder(
+        folder, launch, resume=options.resume, level=options.log_level, world=world
+    )
+    if launch.rank == 0:
+        print_summary(folder, interrupted=code != 0)
+    return code
+
+
+def _agree_on_folder(world: World, file: RunFile, plan: Plan, name: str, resume: bool) -> str:
+    """Let rank 0 prepare the folder; its refusal is everybody's."""
+    answer = ""
+    if world.rank == 0:
+        try:
+            answer = str(prepare_folder(file, plan, name, resume=resume).absolute())
+        except GanglionError as error:
+            answer = _REFUSED + str(error)
+    answer = world.broadcast_text(answer)
+    if answer.startswith(_REFUSED):
+        raise GanglionError(answer.removeprefix(_REFUSED))
+    return answer
+
+
+def _resume(job: Job) -> None:
+    if not job.run.load(job.checkpoints):
+        raise CheckpointError(
+            f"--resume found no checkpoint below {job.checkpoints}: leave out --resume and name "
+            f"another output.dir to start again"
+        )
+    if job.run.step >= job.last_step:
+        raise CheckpointError(
+            f"the run is at step {job.run.step} already and was to end at step {job.last_step}: "
+            f"raise train.steps or train.stop_at to go on"
+        )
+
+
+def _train_watched(job: Job) -> None:
+    observers = file_observers(job)
+    if job.run.world.rank == 0:
+        observers.append(Progress(job))
+    try:
+        train(job, observers)
+    finally:
+        _close(observers)
+
+
+def _close(observers: list[Observer]) -> None:
+    for observer in observers:
+        observer.close()
+
+
+def _publish_model(folder: Path) -> None:
+    """Put the newest exported weights at the top of the run folder."""
+    newest = latest_checkpoint(folder / CHECKPOINTS)
+    if newest is not None:
+        target = folder / MODEL_FILE
+        target.unlink(missing_ok=True)
+        os.link(newest / MODEL_FILE, target)
+
+
+def _threads(launch: Launch) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // launch.local_num_ranks)
+
+
+def _log_to(path: Path, level: str) -> None:
+    """Write this rank's log to its own file, with times."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setLevel(logging.INFO)
+    logger = logging.getLogger("ganglion")
+    logger.setLevel(min(logging.INFO, logging.getLevelNamesMapping()[level.upper()]))
+    logger.addHandler(handler)
+
+
+@record
+def main() -> None:
+    """Train as a process that `ganglion train` started: FOLDER LOG_LEVEL RESUME."""
+    folder, level, resume = sys.argv[1:4]
+    end_with_parent()
+    logging.basicConfig(level=level.upper(), stream=sys.stdout)
+    launch = read_launch(os.environ)
+    train_in_folder(Path(folder), launch, resume=bool(resume), level=level)
+
+
+if __name__ == "__main__":
+    main()

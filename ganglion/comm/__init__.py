@@ -1,0 +1,20 @@
+"""How ranks talk: groups of ranks along mesh axes, and collectives that can be awaited later."""
+
+from ganglion.comm.collectives import MAX, SUM, Done, Group, Handle, SoloGroup
+from ganglion.comm.local import run_threads
+from ganglion.comm.rendezvous import close_world, open_world, torch_world
+from ganglion.comm.world import World
+
+__all__ = [
+    "MAX",
+    "SUM",
+    "Done",
+    "Group",
+    "Handle",
+    "SoloGroup",
+    "World",
+    "close_world",
+    "open_world",
+    "run_threads",
+    "torch_world",
+]

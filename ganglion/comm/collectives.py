@@ -1,0 +1,100 @@
+"""The collectives every group offers, whatever carries them.
+
+A collective is started and returns a handle; the data may be touched again only after `wait()`.
+The same calls work over torch.distributed, between threads of one process, and alone:
+
+    handle = group.all_reduce(buffer)      # started, makes progress by itself
+    ...                                    # compute something else
+    handle.wait()                          # buffer now holds the sum
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+SUM = "sum"
+MAX = "max"
+
+
+class Handle(Protocol):
+    """A started collective."""
+
+    def wait(self) -> None:
+        """Return when the result is in place; raise CommError if it will never be."""
+
+
+class Group(Protocol):
+    """Some ranks that exchange data; every member must call the same collectives in order."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, as ranks of the world, ascending."""
+
+    @property
+    def index(self) -> int:
+        """This rank's position among the members."""
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+
+    def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
+        """Combine `tensor` over all members, in place."""
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Concatenate every member's `tensor` along dim 0 into `output`."""
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> Handle:
+        """Combine `tensor` over all members and keep this member's equal part of dim 0."""
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
+        """Copy the tensor of the member at position `root` to all others, in place."""
+
+    def barrier(self) -> None:
+        """Return when every member has arrived."""
+
+    def close(self) -> None:
+        """Release what the group holds; it cannot be used afterwards."""
+
+
+class Done:
+    """The handle of a collective that had nothing to wait for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class SoloGroup:
+    """A group of one: each collective is the identity."""
+
+    def __init__(self, rank: int) -> None:
+        """Make the group that holds only `rank`."""
+        self.ranks = (rank,)
+        self.index = 0
+        self.size = 1
+
+    def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
+        """Leave the tensor as it is."""
+        return Done()
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Copy the only part."""
+        output.copy_(tensor)
+        return Done()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> Handle:
+        """Copy the only part."""
+        output.copy_(tensor)
+        return Done()
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
+        """Leave the tensor as it is."""
+        return Done()
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Hold nothing, release nothing."""

@@ -1,0 +1,80 @@
+"""How ranks meet: one process group for the world, then one per group of axes, on demand."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ganglion.comm.collectives import Group, SoloGroup
+from ganglion.comm.torch_group import new_group
+from ganglion.comm.world import World
+from ganglion.errors import LaunchError, LayoutError
+from ganglion.topology import Launch, Mesh
+
+
+def open_world(launch: Launch, mesh: Mesh, *, timeout_s: float = 300.0) -> World:
+    """Meet the other ranks and return the world of `mesh`; one process needs no meeting."""
+    if launch.num_ranks != mesh.num_ranks:
+        raise LayoutError(
+            f"the plan needs {mesh.num_ranks} processes, but {launch.num_ranks} were started "
+            f"(by {launch.launcher}): start {mesh.num_ranks}, for example with torchrun "
+            f"--nproc-per-node {mesh.num_ranks}"
+        )
+    if launch.num_ranks == 1 and not dist.is_initialized():
+        return World(0, mesh, lambda axes: SoloGroup(0))
+    if not dist.is_initialized():
+        _meet(launch, timeout_s)
+    return torch_world(launch.rank, mesh, timeout_s)
+
+
+def torch_world(rank: int, mesh: Mesh, timeout_s: float) -> World:
+    """Return a world over the process group that torch.distributed already has."""
+
+    def group_along(axes: tuple[str, ...]) -> Group:
+        return _group_along(axes, rank, mesh, timeout_s)
+
+    return World(rank, mesh, group_along)
+
+
+def close_world(world: World) -> None:
+    """Close the world's groups and leave torch.distributed."""
+    world.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _group_along(axes: tuple[str, ...], rank: int, mesh: Mesh, timeout_s: float) -> Group:
+    if mesh.group_of(rank, axes) == (rank,):
+        return SoloGroup(rank)
+    # torch wants every rank to take part in making every group, in one order.
+    made = [new_group(ranks, rank, timeout_s) for ranks in mesh.groups(axes)]
+    return next(group for group in made if group is not None)
+
+
+def _meet(launch: Launch, timeout_s: float) -> None:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{launch.master_addr}:{launch.master_port}",
+            rank=launch.rank,
+            world_size=launch.num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError) as error:
+        raise _unmet(launch, error) from error
+
+
+def _unmet(launch: Launch, error: Exception) -> LaunchError:
+    place = f"{launch.master_addr}:{launch.master_port}"
+    if "EADDRINUSE" in str(error) or "in use" in str(error):
+        return LaunchError(
+            f"port {launch.master_port} is in use on {launch.master_addr}: set MASTER_PORT to a "
+            f"free port"
+        )
+    return LaunchError(
+        f"rank {launch.rank} of {launch.num_ranks} could not meet the others at {place}: check "
+        f"that all ranks were started and MASTER_ADDR can be reached ({error})"
+    )

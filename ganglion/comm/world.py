@@ -1,0 +1,82 @@
+"""The world as one rank sees it: who it is, and the group of ranks along any axes.
+
+Nothing else in the project knows about process groups: a part that needs to reduce over `data`
+asks for `world.group("data")` and neither knows nor cares what carries it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ganglion.comm.collectives import Group
+from ganglion.topology import AXES, Mesh
+
+GroupFactory = Callable[[tuple[str, ...]], Group]
+
+
+class World:
+    """One rank's place in the mesh and its groups, made on first use."""
+
+    def __init__(self, rank: int, mesh: Mesh, group_along: GroupFactory) -> None:
+        """Describe the world seen by `rank`; `group_along(axes)` makes this rank's group."""
+        self.rank = rank
+        self.mesh = mesh
+        self.coordinates = mesh.coordinates(rank)
+        self._group_along = group_along
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self.mesh.num_ranks
+
+    def group(self, *axes: str) -> Group:
+        """Return the group along `axes`; all ranks must ask for the same groups in order."""
+        key = tuple(axis for axis in AXES if axis in axes)
+        if key not in self._groups:
+            self._groups[key] = self._group_along(key)
+        return self._groups[key]
+
+    def everyone(self) -> Group:
+        """Return the group of all ranks."""
+        return self.group(*AXES)
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+        self.everyone().barrier()
+
+    def gather_numbers(self, numbers: list[float]) -> Tensor:
+        """Return every rank's numbers as a (ranks, numbers) table of doubles on the host."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        table = torch.empty(self.num_ranks * len(numbers), dtype=torch.float64)
+        self.everyone().all_gather(table, mine).wait()
+        return table.view(self.num_ranks, len(numbers))
+
+    def broadcast_text(self, text: str) -> str:
+        """Return rank 0's text on every rank, without pickling."""
+        payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        size = torch.tensor([len(payload)])
+        self.everyone().broadcast(size).wait()
+        if self.rank:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self.everyone().broadcast(payload).wait()
+        return bytes(payload.tolist()).decode().rstrip("\0")
+
+    def clock_offset_s(self, rounds: int = 5) -> float:
+        """Measure what to add to this rank's perf_counter to get rank 0's."""
+        offsets = []
+        for _ in range(rounds):
+            self.barrier()
+            times = self.gather_numbers([time.perf_counter()])
+            offsets.append(float(times[0, 0] - times[self.rank, 0]))
+        return sorted(offsets)[rounds // 2]
+
+    def close(self) -> None:
+        """Close every group, in the order they were made."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()

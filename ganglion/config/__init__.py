@@ -1,0 +1,23 @@
+"""The run file: its schema, its reading and writing, and its resolution into a Plan."""
+
+from ganglion.config.load import Override, known_keys, load_run_file, read_toml
+from ganglion.config.render import render_run_file
+from ganglion.config.resolve import check_plan, model_shape, resolve
+from ganglion.config.schema import RunFile
+from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
+
+__all__ = [
+    "ConvShape",
+    "GPTShape",
+    "MLPShape",
+    "ModelShape",
+    "Override",
+    "RunFile",
+    "check_plan",
+    "known_keys",
+    "load_run_file",
+    "model_shape",
+    "read_toml",
+    "render_run_file",
+    "resolve",
+]

@@ -1,0 +1,182 @@
+"""From a run file and a number of processes to a Plan, refusing what cannot fit.
+
+All checks happen here, before anything is launched; each message names the user's own key, the
+numbers and one remedy.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ganglion.config.schema import ModelSection, RunFile
+from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.errors import LayoutError
+from ganglion.plan import Plan
+from ganglion.schedules import canonical_schedule
+
+
+def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
+    """Return the plan of a run file; without a number of processes, one replica is meant."""
+    data = _data_size(run, num_processes)
+    shares = data * run.parallel.z
+    plan = Plan(
+        data=data,
+        pipe=run.parallel.pipe,
+        x=run.parallel.x,
+        y=run.parallel.y,
+        z=run.parallel.z,
+        rank_order=tuple(run.parallel.rank_order),
+        schedule=canonical_schedule(run.parallel.schedule),
+        microbatch_size=run.train.microbatch_size,
+        num_microbatches=_num_microbatches(run, shares),
+        stage_boundaries=tuple(run.parallel.stage_boundaries),
+        recompute=run.memory.recompute,
+        precision=run.train.precision,
+        offload=run.memory.offload,
+        averaging=run.averaging.method,
+        servers=run.averaging.servers,
+    )
+    check_model(run.model, plan)
+    check_steps(run)
+    return plan
+
+
+def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
+    """Refuse a plan given as a file that does not fit its run file or the processes."""
+    if num_processes is not None and num_processes != plan.num_ranks:
+        raise LayoutError(
+            f"the plan needs {plan.num_ranks} processes, but {num_processes} were started: "
+            f"use --nproc {plan.num_ranks}"
+        )
+    if plan.global_batch_size != run.train.global_batch_size:
+        raise LayoutError(
+            f"the plan's global batch is {plan.microbatch_size} x {plan.num_microbatches} x "
+            f"{plan.num_shares} = {plan.global_batch_size} samples, but "
+            f"train.global_batch_size = {run.train.global_batch_size}: set it to "
+            f"{plan.global_batch_size}"
+        )
+    check_model(run.model, plan)
+    check_steps(run)
+
+
+def model_shape(
+    model: ModelSection, *, num_outputs: int, input_shape: tuple[int, ...]
+) -> ModelShape:
+    """Complete a model section with what only the data know: classes and input shape."""
+    if model.kind == "gpt":
+        return _gpt_shape(model, model.vocab_size or num_outputs, input_shape[0])
+    if model.kind == "mlp":
+        return MLPShape(
+            num_inputs=math.prod(input_shape),
+            num_outputs=num_outputs,
+            num_layers=model.layers,
+            hidden=model.hidden,
+        )
+    if len(input_shape) != 3:
+        raise LayoutError(
+            f'model.kind = "conv" needs images of shape (channels, height, width), but data.kind '
+            f'gives samples of shape {input_shape}: set data.kind = "images"'
+        )
+    return ConvShape(
+        image_size=input_shape[-1], num_channels=input_shape[0], num_outputs=num_outputs
+    )
+
+
+def num_blocks(model: ModelSection) -> int | None:
+    """Return how many blocks a model will have, or None for a user's own."""
+    if model.build:
+        return None
+    if model.kind == "gpt":
+        return _gpt_shape(model, 1, 1).num_blocks
+    if model.kind == "mlp":
+        return model.layers
+    return ConvShape(image_size=28, num_channels=1, num_outputs=10).num_blocks
+
+
+def check_model(model: ModelSection, plan: Plan) -> None:
+    """Refuse a model that does not fit the plan's axes."""
+    blocks = num_blocks(model)
+    if blocks is not None and plan.pipe > blocks:
+        raise LayoutError(
+            f"parallel.pipe = {plan.pipe} stages, but the model has {blocks} blocks: "
+            f"use at most {blocks} stages or raise model.layers"
+        )
+    if blocks is not None and plan.stage_boundaries and plan.stage_boundaries[-1] >= blocks:
+        raise LayoutError(
+            f"parallel.stage_boundaries = {list(plan.stage_boundaries)} cuts after the last of "
+            f"{blocks} blocks: the last cut must be below {blocks}"
+        )
+    if blocks is None or model.kind != "gpt":
+        return
+    for key, heads in (("model.heads", model.heads), ("model.kv_heads", model.kv_heads)):
+        if heads % plan.x:
+            raise LayoutError(
+                f"{key} = {heads} cannot be split over parallel.x = {plan.x}: choose a multiple "
+                f"of {plan.x}"
+            )
+
+
+def check_steps(run: RunFile) -> None:
+    """Refuse step numbers that contradict each other."""
+    if run.train.stop_at > run.train.steps:
+        raise LayoutError(
+            f"train.stop_at = {run.train.stop_at} lies beyond train.steps = {run.train.steps}: "
+            f"lower it, or set 0 to run to the end"
+        )
+
+
+def _gpt_shape(model: ModelSection, vocab_size: int, seq_len: int) -> GPTShape:
+    if not model.head_size and model.hidden % model.heads:
+        raise LayoutError(
+            f"model.hidden = {model.hidden} is not a multiple of model.heads = {model.heads}: "
+            f"change one of them, or set model.head_size"
+        )
+    return GPTShape(
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        num_layers=model.layers,
+        hidden=model.hidden,
+        num_heads=model.heads,
+        num_kv_heads=model.kv_heads or model.heads,
+        head_size=model.head_size or model.hidden // model.heads,
+        mlp_hidden=model.mlp_hidden or 4 * model.hidden,
+        positions=model.positions,
+        tied_embedding=model.tied_embedding,
+        bias=model.bias,
+    )
+
+
+def _data_size(run: RunFile, num_processes: int | None) -> int:
+    parallel, servers = run.parallel, run.averaging.servers
+    others = parallel.pipe * parallel.x * parallel.y * parallel.z
+    if parallel.data == "auto":
+        workers = others if num_processes is None else num_processes - servers
+        if workers < others or workers % others:
+            raise LayoutError(
+                f"{num_processes} processes cannot hold parallel.pipe * x * y * z = {others} "
+                f"ranks a replica: use --nproc {_next_multiple(workers, others) + servers}"
+            )
+        return workers // others
+    needed = parallel.data * others + servers
+    if num_processes is not None and needed != num_processes:
+        raise LayoutError(
+            f"parallel.data * pipe * x * y * z + averaging.servers = {parallel.data} * {others} + "
+            f"{servers} = {needed} processes, but {num_processes} were started: use --nproc "
+            f'{needed}, or set parallel.data = "auto"'
+        )
+    return parallel.data
+
+
+def _next_multiple(number: int, base: int) -> int:
+    return max(1, -(-number // base)) * base
+
+
+def _num_microbatches(run: RunFile, shares: int) -> int:
+    batch, micro = run.train.global_batch_size, run.train.microbatch_size
+    if shares < 1 or batch % (micro * shares):
+        raise LayoutError(
+            f"train.global_batch_size = {batch} is not a multiple of train.microbatch_size * "
+            f"data * z = {micro} * {shares} = {micro * shares}: set train.global_batch_size = "
+            f"{_next_multiple(batch, max(1, micro * shares))}"
+        )
+    return batch // (micro * shares)

@@ -1,0 +1,170 @@
+"""The run file: every section, key, default and comment, validated by pydantic.
+
+A field's description is the comment that `--print-config` writes above it, so this file is also
+the reference manual of the run file.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ganglion.topology import DEFAULT_RANK_ORDER
+
+
+class Section(BaseModel):
+    """Base of the sections: unknown keys are errors, values do not change once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """What is trained."""
+
+    kind: Literal["gpt", "mlp", "conv"] = Field("gpt", description="built-in model to train")
+    build: str = Field(
+        "",
+        description='your own model instead: "package.module:function" that returns ordered blocks',
+    )
+    args: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="keyword arguments for `build`"
+    )
+    loss: str = Field(
+        "cross_entropy",
+        description='"cross_entropy", "mse" or your own "package.module:function"',
+    )
+    layers: int = Field(4, ge=1, description="number of layers")
+    hidden: int = Field(256, ge=1, description="width of the model")
+    heads: int = Field(4, ge=1, description="attention heads (gpt)")
+    kv_heads: int = Field(0, ge=0, description="key and value heads (gpt); 0: as many as heads")
+    head_size: int = Field(0, ge=0, description="width of a head (gpt); 0: hidden / heads")
+    mlp_hidden: int = Field(0, ge=0, description="inner width of the MLP (gpt); 0: 4 * hidden")
+    positions: Literal["rotary", "learned"] = Field("rotary", description="position code (gpt)")
+    tied_embedding: bool = Field(False, description="share embedding and head weights (gpt)")
+    bias: bool = Field(False, description="bias terms in linear layers and norms (gpt)")
+    vocab_size: int = Field(0, ge=0, description="token ids (gpt); 0: as many as the tokenizer has")
+
+
+class DataSection(Section):
+    """What it is trained on."""
+
+    kind: Literal["text", "images", "synthetic", "dataset"] = Field(
+        "text", description="text, images (IDX files), synthetic tokens, or a Dataset of your own"
+    )
+    source: str = Field(
+        "",
+        description='text: "" (Python\'s own library), a file or a folder; images: "generated", '
+        '"fashion-mnist" or a folder of IDX files; dataset: "package.module:function"',
+    )
+    tokenizer: Literal["bytes", "bpe"] = Field(
+        "bytes", description='"bytes", or "bpe" trained on the source (needs the extra `hf`)'
+    )
+    bpe_vocab_size: int = Field(4096, ge=257, description="token ids of a BPE tokenizer")
+    seq_len: int = Field(128, ge=1, description="tokens of one sample (text, synthetic)")
+    val_fraction: float = Field(0.02, ge=0, lt=1, description="share of the samples held out")
+
+
+class ParallelSection(Section):
+    """How the processes share the work."""
+
+    data: int | Literal["auto"] = Field(
+        "auto", description='replicas of the model; "auto": processes / (pipe * x * y * z)'
+    )
+    pipe: int = Field(1, ge=1, description="pipeline stages")
+    x: int = Field(1, ge=1, description="tensor axis x: splits the outputs of a layer")
+    y: int = Field(1, ge=1, description="tensor axis y: splits the inputs of a layer")
+    z: int = Field(1, ge=1, description="tensor axis z: splits the batch and the stored weights")
+    schedule: str = Field("one_f_one_b", description="pipeline schedule (alias: 1f1b, 2bw, axonn)")
+    stage_boundaries: list[int] = Field(
+        default_factory=list, description="first block of each stage but the first; []: balanced"
+    )
+    rank_order: list[str] = Field(
+        default=list(DEFAULT_RANK_ORDER), description="axes from innermost to outermost"
+    )
+    overlap: bool = Field(True, description="reduce gradients while backward runs")
+    bucket_mib: float = Field(25.0, gt=0, description="size of one gradient bucket")
+
+
+class OptimizerSection(Section):
+    """How weights are updated."""
+
+    name: Literal["adamw", "sgd", "muon"] = Field(
+        "adamw", description="adamw, sgd, or muon (matrices; adamw for the rest)"
+    )
+    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices")
+    beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="adamw: added to the denominator")
+    momentum: float = Field(0.95, ge=0, lt=1, description="sgd and muon: momentum")
+    max_grad_norm: float = Field(1.0, ge=0, description="clip the global norm; 0: do not")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up")
+    warmup_steps: int = Field(10, ge=0, description="steps of linear warm-up")
+    min_lr_fraction: float = Field(0.1, ge=0, le=1, description="cosine ends at this share of lr")
+
+
+class TrainSection(Section):
+    """How long and how much at a time."""
+
+    steps: int = Field(100, ge=1, description="optimizer updates of the whole run")
+    stop_at: int = Field(0, ge=0, description="stop early at this step, with a checkpoint; 0: no")
+    global_batch_size: int = Field(16, ge=1, description="samples of one step over all processes")
+    microbatch_size: int = Field(4, ge=1, description="samples of one forward and backward pass")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="fp32, or bf16 autocast")
+    seed: int = Field(0, ge=0, description="of weights, batches and dropout")
+    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: at the end only")
+    eval_batches: int = Field(4, ge=1, description="global batches of one evaluation")
+    threads: int = Field(0, ge=0, description="compute threads a process; 0: cores / processes")
+    timeout_s: float = Field(300.0, gt=0, description="longest wait for another rank")
+
+
+class CheckpointSection(Section):
+    """What is kept."""
+
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: at the end only")
+    keep: int = Field(2, ge=1, description="how many of the newest to keep")
+
+
+class OutputSection(Section):
+    """Where results go."""
+
+    dir: str = Field("", description='run folder; "": runs/NAME-DATE-TIME')
+    tensorboard: bool = Field(True, description="write TensorBoard event files")
+    sample_tokens: int = Field(160, ge=0, description="length of the sample shown at the end (gpt)")
+    sample_prompt: str = Field("def ", description="how that sample begins")
+
+
+class TraceSection(Section):
+    """What is recorded about time."""
+
+    enabled: bool = Field(True, description="write trace/rank*.jsonl: one event per action")
+
+
+class AveragingSection(Section):
+    """Elastic averaging (reserved)."""
+
+    method: str = Field("none", description="reserved for elastic averaging")
+    servers: int = Field(0, ge=0, description="reserved: processes that hold the centre")
+
+
+class MemorySection(Section):
+    """Memory tiers (reserved)."""
+
+    recompute: str = Field("none", description="reserved for recomputation of activations")
+    offload: str = Field("none", description="reserved for optimizer state off the device")
+
+
+class RunFile(Section):
+    """A whole run file."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    parallel: ParallelSection = ParallelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    output: OutputSection = OutputSection()
+    trace: TraceSection = TraceSection()
+    averaging: AveragingSection = AveragingSection()
+    memory: MemorySection = MemorySection()

@@ -1,0 +1,91 @@
+"""Training data: corpora, tokenizers, data sets, and batches that depend on seed and step alone.
+
+What needs torch is loaded on first use, so the sampler and the token cache work without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ganglion.data.corpus import find_files, read_documents
+from ganglion.data.idx import find_idx_folder, read_idx
+from ganglion.data.sampler import Sampler, permute, permute_array, share_index, split_indices
+from ganglion.data.tokenizers import (
+    BpeTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+)
+from ganglion.data.tokens import TokenFile, prepare_tokens
+
+if TYPE_CHECKING:
+    from ganglion.data.batches import Batches
+    from ganglion.data.datasets import (
+        GeneratedImages,
+        IdxImages,
+        MapDataset,
+        Subset,
+        SyntheticTokens,
+        TokenWindows,
+    )
+    from ganglion.data.source import (
+        DataSource,
+        open_dataset,
+        open_images,
+        open_synthetic,
+        open_text,
+    )
+
+__all__ = [
+    "Batches",
+    "BpeTokenizer",
+    "ByteTokenizer",
+    "DataSource",
+    "GeneratedImages",
+    "IdxImages",
+    "MapDataset",
+    "Sampler",
+    "Subset",
+    "SyntheticTokens",
+    "TokenFile",
+    "TokenWindows",
+    "Tokenizer",
+    "find_files",
+    "find_idx_folder",
+    "load_tokenizer",
+    "open_dataset",
+    "open_images",
+    "open_synthetic",
+    "open_text",
+    "permute",
+    "permute_array",
+    "prepare_tokens",
+    "read_documents",
+    "read_idx",
+    "save_tokenizer",
+    "share_index",
+    "split_indices",
+]
+
+_NEEDS_TORCH = {
+    "Batches": "batches",
+    "DataSource": "source",
+    "GeneratedImages": "datasets",
+    "IdxImages": "datasets",
+    "MapDataset": "datasets",
+    "Subset": "datasets",
+    "SyntheticTokens": "datasets",
+    "TokenWindows": "datasets",
+    "open_dataset": "source",
+    "open_images": "source",
+    "open_synthetic": "source",
+    "open_text": "source",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)

@@ -1,0 +1,62 @@
+"""Every error a user can meet, in one tree.
+
+    GanglionError
+    |-- ConfigError          a run file or an override is wrong; names the user's key
+    |   |-- UnknownKeyError  a key nobody reads; names the nearest known one
+    |   |-- LayoutError      numbers that do not fit together: axes, batch, heads, blocks
+    |   `-- NotBuiltError    a valid wish this version cannot fulfil yet
+    |-- DataError            a corpus, tokenizer or data set that cannot be used
+    |-- CheckpointError      missing, incomplete, corrupt or mismatching saved state
+    |-- LaunchError          processes could not be started or could not meet
+    `-- CommError            ranks failed to talk
+        |-- PeerLost         another rank is gone or silent past its deadline
+        `-- ProtocolError    ranks disagree about what is being exchanged
+
+A message says what was wrong, with the numbers and the user's own key, and ends with one remedy.
+"""
+
+from __future__ import annotations
+
+
+class GanglionError(Exception):
+    """Base of all errors raised on purpose; `str(error)` is fit to show to a user as it is."""
+
+
+class ConfigError(GanglionError):
+    """A run file, an override or a plan holds a value that cannot be used."""
+
+
+class UnknownKeyError(ConfigError):
+    """A key that no section of the run file has."""
+
+
+class LayoutError(ConfigError):
+    """Sizes that do not fit together: axes and processes, batch and microbatches, heads, blocks."""
+
+
+class NotBuiltError(ConfigError):
+    """A valid request that this version of Ganglion cannot carry out."""
+
+
+class DataError(GanglionError):
+    """Training data that is missing, empty or unreadable."""
+
+
+class CheckpointError(GanglionError):
+    """Saved state that is missing, incomplete, corrupt or made for another model."""
+
+
+class LaunchError(GanglionError):
+    """Processes that could not be started, or could not find each other."""
+
+
+class CommError(GanglionError):
+    """Ranks that failed to exchange data."""
+
+
+class PeerLost(CommError):
+    """Another rank died or stayed silent past the deadline."""
+
+
+class ProtocolError(CommError):
+    """Ranks that disagree about what is being exchanged."""

@@ -1,0 +1,6 @@
+"""Gradients of replicas: flat buckets, reduced while backward runs, and their global norm."""
+
+from ganglion.gradients.norm import clip_by_norm, global_norm
+from ganglion.gradients.reducer import GradientReducer
+
+__all__ = ["GradientReducer", "clip_by_norm", "global_norm"]

@@ -1,0 +1,36 @@
+"""Models: ordinary single-device modules in ordered blocks, their losses and text generation."""
+
+from ganglion.models.blocks import (
+    BlockModel,
+    Blocks,
+    named_blocks,
+    named_buffers,
+    named_parameters,
+    tied_names,
+)
+from ganglion.models.build import build_model, build_user_blocks, load_function
+from ganglion.models.convnet import ConvNet
+from ganglion.models.generate import generate
+from ganglion.models.gpt import GPT
+from ganglion.models.losses import LossFn, cross_entropy, loss_function, mse
+from ganglion.models.mlp import MLP
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "BlockModel",
+    "Blocks",
+    "ConvNet",
+    "LossFn",
+    "build_model",
+    "build_user_blocks",
+    "cross_entropy",
+    "generate",
+    "load_function",
+    "loss_function",
+    "mse",
+    "named_blocks",
+    "named_buffers",
+    "named_parameters",
+    "tied_names",
+]

@@ -1,0 +1,112 @@
+"""GPT: a pre-norm decoder whose blocks are the embedding, the halves of each layer and the head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ganglion.config.shapes import GPTShape
+from ganglion.models.attention import Attention, check_length
+from ganglion.models.blocks import BlockModel
+
+INIT_STD = 0.02
+
+
+class Embedding(nn.Module):
+    """Block: token ids (batch, tokens) to vectors (batch, tokens, hidden)."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.seq_len = shape.seq_len
+        self.tokens = nn.Embedding(shape.vocab_size, shape.hidden)
+        learned = shape.positions == "learned"
+        self.positions = nn.Embedding(shape.seq_len, shape.hidden) if learned else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up the tokens and, if positions are learned, add theirs."""
+        check_length(ids.shape[1], self.seq_len)
+        vectors: Tensor = self.tokens(ids)
+        if self.positions is None:
+            return vectors
+        return vectors + self.positions.weight[: ids.shape[1]]
+
+
+class FeedForward(nn.Module):
+    """Block: x + down(gelu(up(norm(x))))."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.hidden, bias=shape.bias)
+        self.up = nn.Linear(shape.hidden, shape.mlp_hidden, bias=shape.bias)
+        self.down = nn.Linear(shape.mlp_hidden, shape.hidden, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token on its own."""
+        change: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + change
+
+
+class Layer(nn.Module):
+    """The two blocks of a layer; it only holds them, so that their names nest."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.attention = Attention(shape)
+        self.mlp = FeedForward(shape)
+
+
+class Head(nn.Module):
+    """Block: vectors to logits (batch, tokens, vocab_size); as in GPT-2 it never has a bias."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.hidden, bias=shape.bias)
+        self.linear = nn.Linear(shape.hidden, shape.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Score every token of the vocabulary at every position."""
+        logits: Tensor = self.linear(self.norm(x))
+        return logits
+
+
+class GPT(BlockModel):
+    """A decoder-only transformer: int64 ids (batch, tokens) to logits (batch, tokens, vocab)."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = Embedding(shape)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.head = Head(shape)
+        if shape.tied_embedding:
+            self.head.linear.weight = self.embedding.tokens.weight
+        self._initialize()
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return embedding, then attention and MLP of each layer, then head."""
+        named: dict[str, nn.Module] = {"embedding": self.embedding}
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            named[f"layers.{index}.attention"] = layer.attention
+            named[f"layers.{index}.mlp"] = layer.mlp
+        named["head"] = self.head
+        return named
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        """Draw weights as GPT-2 does: the sum of all residual additions keeps a depth-free size."""
+        residual: list[Tensor] = []
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(std=INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()
+            if isinstance(module, Attention):
+                residual.append(module.out.weight)
+            if isinstance(module, FeedForward):
+                residual.append(module.down.weight)
+        for weight in residual:
+            weight.mul_(1 / math.sqrt(2 * self.shape.num_layers))

@@ -1,0 +1,162 @@
+"""The Plan: one frozen record of every parallel decision of a run.
+
+It is made by `config.resolve()`, by the planner or by hand; it is stored as `plan.json`; the
+simulator and the trainer read nothing else about the layout. All fields exist from the start: a
+field whose machinery is not built yet is refused by `require_built`, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ganglion.errors import ConfigError, LayoutError, NotBuiltError, UnknownKeyError
+from ganglion.topology import DEFAULT_RANK_ORDER, Mesh
+
+PLAN_FORMAT = 1
+PRECISIONS: tuple[str, ...] = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every parallel decision of a run."""
+
+    data: int = 1
+    pipe: int = 1
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    rank_order: tuple[str, ...] = DEFAULT_RANK_ORDER
+    schedule: str = "one_f_one_b"
+    microbatch_size: int = 1
+    num_microbatches: int = 1
+    stage_boundaries: tuple[int, ...] = ()
+    recompute: str = "none"
+    precision: str = "fp32"
+    offload: str = "none"
+    averaging: str = "none"
+    servers: int = 0
+
+    def __post_init__(self) -> None:
+        self.mesh()
+        for key in ("microbatch_size", "num_microbatches"):
+            if getattr(self, key) < 1:
+                raise LayoutError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        if self.servers < 0:
+            raise LayoutError(f"servers is {self.servers}; it must be 0 or more")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision {self.precision!r} is not one of {list(PRECISIONS)}")
+        self._check_boundaries()
+
+    def _check_boundaries(self) -> None:
+        cuts = self.stage_boundaries
+        if cuts and len(cuts) != self.pipe - 1:
+            raise LayoutError(
+                f"stage_boundaries has {len(cuts)} cuts, but pipe={self.pipe} stages need "
+                f"{self.pipe - 1}"
+            )
+        if any(cut < 1 for cut in cuts) or list(cuts) != sorted(set(cuts)):
+            raise LayoutError(
+                f"stage_boundaries {list(cuts)} must rise strictly and begin at 1 or later: each "
+                f"names the first block of a stage, and no stage may be empty"
+            )
+
+    def mesh(self) -> Mesh:
+        """Return the mesh of this plan's axes."""
+        return Mesh(
+            data=self.data,
+            pipe=self.pipe,
+            x=self.x,
+            y=self.y,
+            z=self.z,
+            rank_order=self.rank_order,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes the plan needs, servers included."""
+        return self.mesh().num_ranks + self.servers
+
+    @property
+    def share_size(self) -> int:
+        """Samples that one (data, z) coordinate sees in a step."""
+        return self.microbatch_size * self.num_microbatches
+
+    @property
+    def num_shares(self) -> int:
+        """How many (data, z) coordinates a global batch is dealt to."""
+        return self.data * self.z
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step over all ranks."""
+        return self.share_size * self.num_shares
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text; `from_json` reads it back to an equal plan."""
+        return json.dumps({"format": PLAN_FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> Plan:
+        """Read a plan from JSON text; `source` names the file in error messages."""
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{source} is not JSON: {error}; write it again with `ganglion train`"
+            ) from error
+        if not isinstance(record, dict) or record.pop("format", None) != PLAN_FORMAT:
+            raise ConfigError(
+                f'{source} is not a plan of format {PLAN_FORMAT}: it needs "format": {PLAN_FORMAT}'
+            )
+        return cls(**_checked_fields(record, source))
+
+    def require_built(self) -> None:
+        """Refuse what this version cannot run, naming the field; every driver calls this first."""
+        for field, wanted in _UNBUILT.items():
+            value = getattr(self, field)
+            if value != wanted:
+                raise NotBuiltError(
+                    f"{field} = {value!r} is not built yet: this version runs "
+                    f"{field} = {wanted!r} only; remove the setting to go on"
+                )
+
+
+# What each field must be until its machinery exists.
+_UNBUILT: dict[str, object] = {
+    "pipe": 1,
+    "x": 1,
+    "y": 1,
+    "z": 1,
+    "recompute": "none",
+    "offload": "none",
+    "averaging": "none",
+    "servers": 0,
+}
+
+
+def _checked_fields(record: Mapping[str, object], source: str) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(Plan)}
+    unknown = sorted(set(record) - set(fields))
+    if unknown:
+        raise UnknownKeyError(
+            f"{source} has the unknown field {unknown[0]!r}; a plan has {sorted(fields)}"
+        )
+    return {name: _checked_value(name, value, source) for name, value in record.items()}
+
+
+def _checked_value(name: str, value: object, source: str) -> object:
+    default = next(field.default for field in dataclasses.fields(Plan) if field.name == name)
+    if isinstance(default, tuple):
+        kind = int if name == "stage_boundaries" else str
+        if isinstance(value, list) and all(type(item) is kind for item in value):
+            return tuple(value)
+        raise ConfigError(f"{source}: {name} must be a list of {kind.__name__}, not {value!r}")
+    if type(value) is not type(default):
+        raise ConfigError(
+            f"{source}: {name} must be of type {type(default).__name__}, not {value!r}"
+        )
+    return value

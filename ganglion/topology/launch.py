@@ -1,0 +1,107 @@
+"""Who started this process: torchrun, srun or nobody, read from the environment it left.
+
+This is the launcher boundary: the only place outside `cli/` that looks at environment variables,
+and it looks at a mapping it is given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ganglion.errors import LaunchError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One process among those that were started together."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    local_num_ranks: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+    launcher: str = "alone"
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """Return how this process was started; a half-set environment is an error."""
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return _torchrun(environment)
+    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        return _srun(environment)
+    return Launch()
+
+
+def _torchrun(environment: Mapping[str, str]) -> Launch:
+    num_ranks = _number(environment, "WORLD_SIZE")
+    return Launch(
+        rank=_number(environment, "RANK"),
+        num_ranks=num_ranks,
+        local_rank=_number(environment, "LOCAL_RANK"),
+        local_num_ranks=_number(environment, "LOCAL_WORLD_SIZE", num_ranks),
+        master_addr=_text(environment, "MASTER_ADDR"),
+        master_port=_number(environment, "MASTER_PORT"),
+        launcher="torchrun",
+    )
+
+
+def _srun(environment: Mapping[str, str]) -> Launch:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
+        "SLURM_TASKS_PER_NODE", "1"
+    )
+    # Ports of two jobs on one host must differ, and all tasks of a job must agree on one.
+    port = 20_000 + _number(environment, "SLURM_JOB_ID", 0) % 20_000
+    return Launch(
+        rank=_number(environment, "SLURM_PROCID"),
+        num_ranks=_number(environment, "SLURM_NTASKS"),
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        local_num_ranks=_tasks_of_node(tasks, _number(environment, "SLURM_NODEID", 0)),
+        master_addr=environment.get("MASTER_ADDR") or first_host(nodes),
+        master_port=_number(environment, "MASTER_PORT", port),
+        launcher="srun",
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list: `first_host('gpu[003-007,9],cpu1')` is gpu003."""
+    match = re.match(r"([^,\[\]]+)(?:\[([^\]]+)\])?", nodelist)
+    if match is None:
+        raise LaunchError(
+            f"the Slurm node list {nodelist!r} names no host; set MASTER_ADDR to the first node"
+        )
+    prefix, numbers = match.groups()
+    return prefix if numbers is None else prefix + re.split(r"[-,]", numbers)[0]
+
+
+def _tasks_of_node(tasks: str, node: int) -> int:
+    """Read one node's number of tasks from Slurm's run-length form, such as `4(x2),3`."""
+    counts: list[int] = []
+    for part in tasks.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise LaunchError(f"SLURM_TASKS_PER_NODE = {tasks!r} cannot be read")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[min(node, len(counts) - 1)]
+
+
+def _text(environment: Mapping[str, str], name: str) -> str:
+    if name not in environment:
+        raise LaunchError(
+            f"{name} is not set, though RANK or WORLD_SIZE is: start with torchrun or srun, or "
+            f"unset RANK and WORLD_SIZE to run alone"
+        )
+    return environment[name]
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if name not in environment and default is not None:
+        return default
+    text = _text(environment, name)
+    try:
+        return int(text)
+    except ValueError as error:
+        raise LaunchError(f"{name} = {text!r} is not a number; the launcher must set it") from error

@@ -1,0 +1,70 @@
+"""The metrics record: what a run reports about itself once a step, in every topology."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One step; `step` counts finished updates, so the first record has step 1.
+
+    `val_loss` is present only on steps that evaluated.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_s: float
+    step_s: float
+    lr: float
+    peak_bytes: int
+    val_loss: float | None = None
+
+    def to_json(self) -> str:
+        """Return one line of JSON; non-finite numbers become null, for JSON has none."""
+        record = {key: _finite(value) for key, value in asdict(self).items()}
+        if self.val_loss is None:
+            del record["val_loss"]
+        return json.dumps(record)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """Read a metrics file back; a null number reads as not-a-number."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [_from_record(json.loads(line)) for line in lines if line]
+
+
+def _from_record(record: dict[str, float | None]) -> StepMetrics:
+    values = {
+        key: math.nan if value is None and key != "val_loss" else value
+        for key, value in record.items()
+    }
+    return StepMetrics(**values)  # type: ignore[arg-type]
+
+
+class MetricsFile:
+    """`metrics.jsonl`: appended and flushed once a step, so that a crash loses at most a line."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        """Open for the steps after `first_step`; drop later lines, which a resumed run repeats."""
+        kept = [r for r in read_metrics(path) if r.step <= first_step] if path.exists() else []
+        self._file = path.open("w", encoding="utf-8")
+        for record in kept:
+            self.write(record)
+
+    def write(self, record: StepMetrics) -> None:
+        """Append one record."""
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; further writes are errors."""
+        self._file.close()

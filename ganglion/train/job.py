@@ -1,0 +1,176 @@
+"""A job: what a run file describes, built and ready to train on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ganglion.comm import World
+from ganglion.config import RunFile, model_shape
+from ganglion.data import (
+    DataSource,
+    MapDataset,
+    open_dataset,
+    open_images,
+    open_synthetic,
+    open_text,
+    save_tokenizer,
+)
+from ganglion.models import (
+    build_model,
+    build_user_blocks,
+    load_function,
+    loss_function,
+    named_blocks,
+)
+from ganglion.plan import Plan
+from ganglion.topology import Launch
+from ganglion.trace import Recorder
+from ganglion.train.device import pick_device
+from ganglion.train.learning_rate import warmup_cosine
+from ganglion.train.optimizers import optimizer_factory
+from ganglion.train.parallelize import parallelize
+from ganglion.train.peak import count_flops, machine_peak
+from ganglion.train.replica import LossFn
+from ganglion.train.run import Run
+
+SYNTHETIC_VOCAB_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One rank's share of a run file: the run, its data and its folder."""
+
+    file: RunFile
+    run: Run
+    source: DataSource
+    folder: Path
+    peak_flops: float
+    flops_per_token: float | None
+    num_parameters: int
+
+    @property
+    def last_step(self) -> int:
+        """The step at which this job stops."""
+        return self.file.train.stop_at or self.file.train.steps
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def unit(self) -> str:
+        """What is counted: tokens, or samples where there are none."""
+        return "tokens" if self.source.tokens_per_sample > 1 else "samples"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens, or samples where there are none, of one global batch."""
+        return self.run.plan.global_batch_size * self.source.tokens_per_sample
+
+
+def build_job(
+    file: RunFile, plan: Plan, world: World, launch: Launch, folder: Path, cache_dir: Path
+) -> Job:
+    """Build everything a run file names; called by every rank at the same time."""
+    device = pick_device(launch.local_rank)
+    source = _open_in_turn(file, world, launch, cache_dir)
+    if world.rank == 0 and source.tokenizer is not None:
+        save_tokenizer(source.tokenizer, folder)
+    blocks = build_blocks(file, source.num_classes, source.input_shape)
+    loss_fn = loss_function(file.model.loss)
+    flops = count_flops(blocks, loss_fn, *_one_sample(source.train))
+    run = _parallelize(file, plan, world, device, blocks, loss_fn)
+    return Job(
+        file=file,
+        run=run,
+        source=source,
+        folder=folder,
+        peak_flops=machine_peak(world, device, plan.precision),
+        flops_per_token=None if flops is None else flops / source.tokens_per_sample,
+        num_parameters=sum(p.numel() for block in blocks.values() for p in block.parameters()),
+    )
+
+
+def build_blocks(
+    file: RunFile, num_outputs: int, input_shape: tuple[int, ...]
+) -> dict[str, nn.Module]:
+    """Build the model of a run file, the same on every rank and for every layout."""
+    torch.manual_seed(file.train.seed)
+    if file.model.build:
+        return build_user_blocks(file.model.build, file.model.args)
+    shape = model_shape(file.model, num_outputs=num_outputs, input_shape=input_shape)
+    return named_blocks(build_model(shape))
+
+
+def _parallelize(
+    file: RunFile,
+    plan: Plan,
+    world: World,
+    device: torch.device,
+    blocks: dict[str, nn.Module],
+    loss_fn: LossFn,
+) -> Run:
+    recorder = Recorder(world.rank, enabled=file.trace.enabled)
+    recorder.offset_s = world.clock_offset_s()
+    return parallelize(
+        blocks,
+        loss_fn,
+        optimizer_factory(file.optimizer),
+        plan,
+        max_grad_norm=file.optimizer.max_grad_norm,
+        lr_factor=warmup_cosine(
+            file.optimizer.warmup_steps,
+            file.train.steps,
+            file.optimizer.min_lr_fraction,
+            decay=file.optimizer.schedule == "cosine",
+        ),
+        seed=file.train.seed,
+        world=world,
+        device=device,
+        recorder=recorder,
+        overlap=file.parallel.overlap,
+        bucket_mib=file.parallel.bucket_mib,
+    )
+
+
+def _open_in_turn(file: RunFile, world: World, launch: Launch, cache_dir: Path) -> DataSource:
+    """Let one rank of each host prepare the data; the others then find it in the cache."""
+    if launch.local_rank == 0:
+        source = open_source(file, cache_dir)
+        world.barrier()
+        return source
+    world.barrier()
+    return open_source(file, cache_dir)
+
+
+def open_source(file: RunFile, cache_dir: Path) -> DataSource:
+    """Open the data that a run file names."""
+    data, seed = file.data, file.train.seed
+    if data.kind == "text":
+        return open_text(
+            data.source,
+            data.tokenizer,
+            data.bpe_vocab_size,
+            data.seq_len,
+            data.val_fraction,
+            seed,
+            cache_dir,
+        )
+    if data.kind == "images":
+        return open_images(data.source, data.val_fraction, seed)
+    if data.kind == "synthetic":
+        vocab_size = file.model.vocab_size or SYNTHETIC_VOCAB_SIZE
+        return open_synthetic(data.seq_len, vocab_size, data.val_fraction, seed)
+    dataset = load_function(data.source, "data.source")()
+    return open_dataset(cast(MapDataset, dataset), data.val_fraction, seed)
+
+
+def _one_sample(dataset: MapDataset) -> tuple[Tensor, Tensor]:
+    inputs, targets = dataset[0]
+    return torch.as_tensor(inputs)[None], torch.as_tensor(targets)[None]

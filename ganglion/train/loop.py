@@ -1,0 +1,79 @@
+"""The training loop, and what watches it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ganglion.trace import StepMetrics
+from ganglion.train.job import Job
+from ganglion.train.run import StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a training ended."""
+
+    step: int
+    interrupted: bool
+    checkpoint: Path
+
+
+class Observer(Protocol):
+    """Something that watches a training on one rank."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Take note of a finished step."""
+
+    def close(self) -> None:
+        """Finish; also called when training failed."""
+
+
+def train(job: Job, observers: Sequence[Observer]) -> Summary:
+    """Train until the job's last step, or until some rank was asked to stop."""
+    run, interrupted = job.run, False
+    batches = run.batches(job.source.train)
+    start_s = time.perf_counter()
+    for result in run.steps(batches, until=job.last_step):
+        step_s = time.perf_counter() - start_s
+        interrupted = result.stop_requested and result.step < job.last_step
+        last = interrupted or result.step == job.last_step
+        metrics = _metrics(job, result, step_s, _evaluate_if_due(job, result.step, last))
+        for observer in observers:
+            observer.on_step(metrics)
+        if last or _is_due(result.step, job.file.checkpoint.every):
+            _save(job)
+        if interrupted:
+            break
+        start_s = time.perf_counter()
+    return Summary(step=run.step, interrupted=interrupted, checkpoint=job.checkpoints)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _evaluate_if_due(job: Job, step: int, last: bool) -> float | None:
+    if job.source.held_out is None or not (last or _is_due(step, job.file.train.eval_every)):
+        return None
+    return job.run.evaluate(job.source.held_out, job.file.train.eval_batches)
+
+
+def _metrics(job: Job, result: StepResult, step_s: float, val_loss: float | None) -> StepMetrics:
+    return StepMetrics(
+        step=result.step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        tokens_per_s=job.tokens_per_step / step_s,
+        step_s=step_s,
+        lr=result.lr,
+        peak_bytes=result.peak_bytes,
+        val_loss=val_loss,
+    )
+
+
+def _save(job: Job) -> None:
+    job.run.save(job.checkpoints, keep=job.file.checkpoint.keep)

@@ -1,0 +1,79 @@
+"""What a run leaves on disk while it trains: metrics, TensorBoard events and the trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ganglion.trace import MetricsFile, Recorder, StepMetrics
+from ganglion.train.job import Job
+from ganglion.train.loop import Observer
+
+
+class MetricsObserver:
+    """Appends each step to `metrics.jsonl`."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        """Open the file, keeping the lines of steps up to `first_step`."""
+        self._file = MetricsFile(path, first_step)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Write one line."""
+        self._file.write(metrics)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardObserver:
+    """Writes the same numbers as TensorBoard scalars."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open an event file below `folder`."""
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
+
+        self._writer = SummaryWriter(str(folder))
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Write one point of every curve."""
+        for name in ("loss", "grad_norm", "tokens_per_s", "step_s", "lr", "peak_bytes", "val_loss"):
+            value = getattr(metrics, name)
+            if value is not None:
+                self._writer.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class TraceObserver:
+    """Writes this rank's events after each step, so that memory stays flat."""
+
+    def __init__(self, path: Path, recorder: Recorder, *, append: bool) -> None:
+        """Open `path`; a resumed run appends to what is there."""
+        self._recorder = recorder
+        self._file = path.open("a" if append else "w", encoding="utf-8")
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Move the recorded events to disk."""
+        self._recorder.drain_to(self._file)
+
+    def close(self) -> None:
+        """Write what is left and close."""
+        self._recorder.drain_to(self._file)
+        self._file.close()
+
+
+def file_observers(job: Job) -> list[Observer]:
+    """Return what this rank writes: all ranks their trace, rank 0 the metrics."""
+    observers: list[Observer] = []
+    rank, resumed = job.run.world.rank, job.run.step > 0
+    if job.file.trace.enabled:
+        (job.folder / "trace").mkdir(exist_ok=True)
+        path = job.folder / "trace" / f"rank{rank}.jsonl"
+        observers.append(TraceObserver(path, job.run.recorder, append=resumed))
+    if rank == 0:
+        observers.append(MetricsObserver(job.folder / "metrics.jsonl", job.run.step))
+        if job.file.output.tensorboard:
+            observers.append(TensorBoardObserver(job.folder / "tensorboard"))
+    return observers

@@ -1,0 +1,42 @@
+"""The parts of a run, as `parallelize` joins them and saving needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ganglion.comm import World
+from ganglion.gradients import GradientReducer
+from ganglion.plan import Plan
+from ganglion.topology import Placement
+from ganglion.trace import Recorder
+from ganglion.train.learning_rate import LrFactor
+from ganglion.train.replica import Replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """Everything a run holds; parameters and buffers go by their serial names."""
+
+    plan: Plan
+    world: World
+    device: torch.device
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    placements: Mapping[str, Placement]
+    replica: Replica
+    reducer: GradientReducer
+    optimizers: Sequence[Optimizer]
+    recorder: Recorder
+    max_grad_norm: float
+    lr_factor: LrFactor
+    seed: int
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Return weights and buffers under their serial names, without their history."""
+        named = {**self.parameters, **self.buffers}
+        return {name: tensor.detach() for name, tensor in named.items()}

@@ -1,0 +1,107 @@
+"""One replica on one rank: forward and backward of a step's microbatches, then the gradients.
+
+This is the executor of plans without pipeline or tensor axes. Other executors take its place
+behind the same two methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from ganglion.errors import DataError
+from ganglion.gradients import GradientReducer
+from ganglion.plan import Plan
+from ganglion.trace import COMPUTE, Recorder
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+Batch = tuple[Tensor, Tensor]
+
+
+class Replica:
+    """Runs the whole model on this rank."""
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        loss_fn: LossFn,
+        plan: Plan,
+        device: torch.device,
+        reducer: GradientReducer,
+        recorder: Recorder,
+    ) -> None:
+        """Join the blocks of a model with its loss and the reducer of its gradients."""
+        self._blocks = list(blocks.values())
+        self._loss_fn = loss_fn
+        self._plan = plan
+        self._device = device
+        self._reducer = reducer
+        self._recorder = recorder
+
+    def forward_backward(self, batch: Batch, step: int) -> Tensor:
+        """Leave the gradients of the mean loss over the global batch; return this share's loss."""
+        self._reducer.zero()
+        # The mean over microbatches and replicas is taken here, so that reductions only sum.
+        scale = 1.0 / (self._plan.num_microbatches * self._plan.num_shares)
+        total = torch.zeros((), device=self._device)
+        for index, (inputs, targets) in enumerate(self._microbatches(batch)):
+            with self._recorder.span(COMPUTE, "forward", step=step, microbatch=index):
+                loss = self._loss(inputs, targets)
+            if index == self._plan.num_microbatches - 1:
+                self._reducer.arm()
+            with self._recorder.span(COMPUTE, "backward", step=step, microbatch=index):
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        self._reducer.finish(step)
+        return total / self._plan.num_microbatches
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return the mean loss of this rank's share of a batch; no gradients, no dropout."""
+        total = torch.zeros((), device=self._device)
+        with evaluation_mode(self._blocks):
+            for inputs, targets in self._microbatches(batch):
+                total += self._loss(inputs, targets)
+        return total / self._plan.num_microbatches
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        hidden = inputs
+        with self._autocast():
+            for block in self._blocks:
+                hidden = block(hidden)
+        return self._loss_fn(hidden, targets)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._plan.precision == "bf16":
+            return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
+        inputs, targets = batch
+        if not len(inputs) == len(targets) == self._plan.share_size:
+            raise DataError(
+                f"a batch has {len(inputs)} inputs and {len(targets)} targets, but this rank's "
+                f"share is microbatch_size * num_microbatches = {self._plan.microbatch_size} * "
+                f"{self._plan.num_microbatches} = {self._plan.share_size}: draw batches with "
+                f"run.batches(dataset)"
+            )
+        size = self._plan.microbatch_size
+        for start in range(0, self._plan.share_size, size):
+            part = slice(start, start + size)
+            yield inputs[part].to(self._device), targets[part].to(self._device)
+
+
+@contextmanager
+def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Switch modules to evaluation, and back to what each was."""
+    modes = [module.training for module in modules]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.train(mode)

@@ -1,0 +1,78 @@
+"""A run on disk: which tensors and numbers a checkpoint of a run holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ganglion.checkpoint import (
+    JSON,
+    SavedState,
+    changed_settings,
+    latest_checkpoint,
+    load,
+    optimizer_record,
+    optimizer_tensors,
+    prepare_optimizers,
+    save,
+)
+from ganglion.train.parts import RunParts
+
+logger = logging.getLogger(__name__)
+
+_MODEL = "model."
+
+
+def save_run(
+    folder: Path, parts: RunParts, step: int, keep: int, extra: Mapping[str, JSON]
+) -> Path:
+    """Write the run's state below `folder`; called by all ranks."""
+    state = SavedState(
+        step=step,
+        plan=parts.plan,
+        optimizer=optimizer_record(parts.optimizers),
+        extra={**extra, "seed": parts.seed},
+    )
+    return save(
+        folder,
+        _tensors(parts),
+        state,
+        parts.world,
+        process_group=_process_group(),
+        keep=keep,
+        export=parts.model_tensors(),
+    )
+
+
+def load_run(folder: Path, parts: RunParts) -> int | None:
+    """Fill the run from the newest checkpoint below `folder`; return its step, if there is one."""
+    path = latest_checkpoint(folder)
+    if path is None:
+        return None
+    prepare_optimizers(parts.optimizers, path)
+    state = load(path, _tensors(parts), process_group=_process_group())
+    for line in (*_changes(parts, state), *changed_settings(parts.optimizers, state.optimizer)):
+        logger.warning("resumed from %s with other settings: %s", path, line)
+    return state.step
+
+
+def _tensors(parts: RunParts) -> dict[str, Tensor]:
+    model = {_MODEL + name: tensor for name, tensor in parts.model_tensors().items()}
+    return {**model, **optimizer_tensors(parts.optimizers)}
+
+
+def _changes(parts: RunParts, state: SavedState) -> list[str]:
+    """Name what makes a resumed run see other batches than the one that was saved."""
+    pairs = {
+        "global batch size": (state.plan.global_batch_size, parts.plan.global_batch_size),
+        "seed": (state.extra.get("seed"), parts.seed),
+    }
+    return [f"{name}: {then} -> {now}" for name, (then, now) in pairs.items() if then != now]
+
+
+def _process_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None

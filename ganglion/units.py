@@ -1,0 +1,38 @@
+"""Units: what a byte count, a rate or a duration looks like to a person."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size with a binary unit: `format_bytes(1536) == '1.5 KiB'`."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_count(number: float) -> str:
+    """Return a count with a decimal suffix: `format_count(1_234_567) == '1.2M'`."""
+    value = float(number)
+    for suffix in ("", "k", "M", "G", "T"):
+        if abs(value) < 1000:
+            return f"{value:.0f}" if suffix == "" else f"{value:.1f}{suffix}"
+        value /= 1000
+    return f"{value:.1f}P"
+
+
+def format_duration(duration_s: float) -> str:
+    """Return a duration in the unit a person would choose: `format_duration(75) == '1m15s'`."""
+    if duration_s < 1:
+        return f"{duration_s * 1000:.0f}ms"
+    if duration_s < 60:
+        return f"{duration_s:.1f}s"
+    minutes, seconds = divmod(round(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

@@ -1,0 +1,194 @@
+"""The run file: reading, overriding, writing, and refusing what cannot work."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ganglion.config import (
+    Override,
+    RunFile,
+    check_plan,
+    known_keys,
+    load_run_file,
+    model_shape,
+    read_toml,
+    render_run_file,
+    resolve,
+)
+from ganglion.config.recipes import QUICKSTART, recipe
+from ganglion.errors import ConfigError, GanglionError, LayoutError, UnknownKeyError
+from ganglion.plan import Plan
+
+
+def load(*overrides: tuple[str, str], **tables: object) -> RunFile:
+    return load_run_file(tables, [Override(*pair) for pair in overrides])
+
+
+def test_rendered_file_reads_back_equal() -> None:
+    file = load(
+        ("model.args.width", "8"),
+        ("parallel.stage_boundaries", "[1, 3]"),
+        ("output.sample_prompt", 'say "hi"\n'),
+        parallel={"pipe": 3},
+    )
+    assert load_run_file(tomllib.loads(render_run_file(file))) == file
+
+
+def test_every_key_is_rendered_with_a_comment() -> None:
+    lines = render_run_file(RunFile()).splitlines()
+    keys = [key.split(".")[1] for key in known_keys()]
+    rendered = list(itertools.pairwise(lines))
+    for key in keys:
+        comments = [before for before, line in rendered if line.startswith(f"{key} = ")]
+        assert comments and all(len(c) > 4 and c.startswith("# ") for c in comments), key
+    assert "None" not in "".join(lines)
+
+
+def test_quickstart_is_a_valid_run_file() -> None:
+    file = load_run_file(recipe(QUICKSTART))
+    for processes in (1, 2):
+        assert resolve(file, processes).data == processes
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("train.steps", "30", 30),
+        ("optimizer.lr", "1e-4", 1e-4),
+        ("trace.enabled", "false", False),
+        ("output.dir", "2024", "2024"),
+        ("output.dir", "a b", "a b"),
+        ("data.kind", "synthetic", "synthetic"),
+        ("parallel.data", "auto", "auto"),
+        ("parallel.data", "2", 2),
+        ("parallel.stage_boundaries", "[1, 2]", [1, 2]),
+    ],
+)
+def test_override_values(key: str, text: str, value: object) -> None:
+    section, name = key.split(".")
+    assert getattr(getattr(load((key, text)), section), name) == value
+
+
+def test_override_wins_over_the_file() -> None:
+    assert load(("train.steps", "7"), train={"steps": 5, "seed": 3}).train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({"train": {"stpes": 3}}, "unknown key 'train.stpes'; did you mean 'train.steps'"),
+        ({"train": {"lr": 3}}, "unknown key 'train.lr'; did you mean 'optimizer.lr'"),
+        ({"tarin": {}}, r"unknown key 'tarin'; did you mean \[train\]"),
+        ({"model": {"qqqq": 1}}, "the keys there are"),
+        ({"zzz": {}}, "the sections are"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(tables: dict[str, object], text: str) -> None:
+    with pytest.raises(UnknownKeyError, match=text):
+        load_run_file(tables)
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({"train": {"steps": "many"}}, "train.steps = 'many' cannot be used"),
+        ({"train": {"steps": 0}}, "train.steps = 0 cannot be used: .*greater than or equal to 1"),
+        ({"model": {"kind": "rnn"}}, "model.kind = 'rnn' cannot be used: .*'gpt'"),
+        ({"train": 3}, "train = 3 cannot be used"),
+    ],
+)
+def test_bad_values_name_the_key(tables: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_run_file(tables)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_toml(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[model\n")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        read_toml(tmp_path / "bad.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_toml(tmp_path)
+
+
+def test_data_axis_is_what_the_processes_leave() -> None:
+    assert resolve(load(), 4).data == 4
+    assert resolve(load(parallel={"pipe": 2}), 4).data == 2
+    assert resolve(load()).data == 1
+    assert resolve(load(parallel={"data": 2})).num_ranks == 2
+
+
+def test_microbatches_are_derived() -> None:
+    file = load(train={"global_batch_size": 24, "microbatch_size": 3})
+    assert resolve(file, 2).num_microbatches == 4
+
+
+@pytest.mark.parametrize(
+    ("tables", "processes", "text"),
+    [
+        ({"parallel": {"data": 2}}, 3, r"= 2 \* 1 \+ 0 = 2 processes, but 3 were started"),
+        ({"parallel": {"pipe": 2}}, 3, r"cannot hold .* = 2 ranks a replica: use --nproc 4"),
+        (
+            {"train": {"global_batch_size": 10, "microbatch_size": 4}},
+            2,
+            r"train.global_batch_size = 10 is not a multiple of .* = 4 \* 2 = 8: set .* = 16",
+        ),
+        ({"model": {"hidden": 10, "heads": 4}}, 1, "model.hidden = 10 is not a multiple of"),
+        ({"model": {"heads": 4, "kv_heads": 3}}, 1, "model.heads = 4 is not a multiple of"),
+        ({"model": {"heads": 1, "hidden": 5}}, 1, "model.head_size = 5 is odd"),
+        (
+            {"model": {"layers": 1}, "parallel": {"pipe": 5}},
+            5,
+            "parallel.pipe = 5 stages, but the model has 4 blocks",
+        ),
+        (
+            {"model": {"layers": 1}, "parallel": {"pipe": 2, "stage_boundaries": [4]}},
+            2,
+            "cuts after the last of 4 blocks",
+        ),
+        ({"parallel": {"x": 3}}, 3, "model.heads = 4 cannot be split over parallel.x = 3"),
+        ({"train": {"steps": 5, "stop_at": 6}}, 1, "train.stop_at = 6 lies beyond train.steps = 5"),
+        ({"parallel": {"schedule": "1f2b"}}, 1, "parallel.schedule = '1f2b' is not a schedule"),
+        ({"parallel": {"data": 0}}, 1, "= 0 processes, but 1 were started"),
+    ],
+)
+def test_impossible_layouts_are_refused_with_numbers(
+    tables: dict[str, object], processes: int, text: str
+) -> None:
+    with pytest.raises(GanglionError, match=text):
+        resolve(load_run_file(tables), processes)
+
+
+def test_schedule_aliases() -> None:
+    for alias, name in (("1F1B", "one_f_one_b"), ("2bw", "two_bw"), ("axonn", "message_driven")):
+        assert resolve(load(parallel={"schedule": alias})).schedule == name
+
+
+def test_reserved_sections_reach_the_plan() -> None:
+    plan = resolve(load(averaging={"method": "sync_easgd"}, memory={"recompute": "block"}))
+    assert (plan.averaging, plan.recompute) == ("sync_easgd", "block")
+
+
+def test_a_plan_file_must_fit() -> None:
+    file = load(train={"global_batch_size": 16})
+    check_plan(file, Plan(data=2, microbatch_size=4, num_microbatches=2), 2)
+    with pytest.raises(LayoutError, match="the plan needs 2 processes, but 3 were started"):
+        check_plan(file, Plan(data=2, microbatch_size=4, num_microbatches=2), 3)
+    with pytest.raises(LayoutError, match=r"= 8 samples, but train.global_batch_size = 16"):
+        check_plan(file, Plan(data=2, microbatch_size=4), None)
+
+
+def test_model_shapes_are_completed_from_the_data() -> None:
+    gpt = model_shape(load().model, num_outputs=256, input_shape=(32,))
+    assert (gpt.vocab_size, gpt.seq_len, gpt.head_size) == (256, 32, 64)  # type: ignore[union-attr]
+    conv = load(model={"kind": "conv"}).model
+    assert model_shape(conv, num_outputs=10, input_shape=(1, 28, 28)).num_blocks == 5
+    with pytest.raises(LayoutError, match="needs images"):
+        model_shape(conv, num_outputs=10, input_shape=(28,))
+    mlp = load(model={"kind": "mlp", "layers": 2}).model
+    assert model_shape(mlp, num_outputs=10, input_shape=(1, 4, 4)).num_inputs == 16  # type: ignore[union-attr]

@@ -1,0 +1,112 @@
+"""The plan: frozen, equal after a round trip through JSON, and never silently ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ganglion.errors import ConfigError, GanglionError, LayoutError, NotBuiltError, UnknownKeyError
+from ganglion.plan import Plan
+
+small = st.integers(1, 4)
+plans = st.builds(
+    Plan,
+    data=small,
+    x=small,
+    y=small,
+    z=small,
+    microbatch_size=small,
+    num_microbatches=small,
+    schedule=st.sampled_from(["gpipe", "two_bw"]),
+    precision=st.sampled_from(["fp32", "bf16"]),
+    servers=st.integers(0, 2),
+)
+
+
+@given(plans)
+def test_json_round_trip(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@given(plans)
+def test_batch_arithmetic(plan: Plan) -> None:
+    assert plan.global_batch_size == (
+        plan.microbatch_size * plan.num_microbatches * plan.data * plan.z
+    )
+    assert plan.num_ranks == plan.data * plan.pipe * plan.x * plan.y * plan.z + plan.servers
+
+
+def test_stage_boundaries_survive_json() -> None:
+    plan = Plan(pipe=3, stage_boundaries=(2, 5))
+    assert Plan.from_json(plan.to_json()).stage_boundaries == (2, 5)
+
+
+def test_plan_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Plan().data = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"data": 0}, "axis data has size 0"),
+        ({"microbatch_size": 0}, "microbatch_size is 0"),
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"servers": -1}, "servers is -1"),
+        ({"precision": "fp8"}, "precision 'fp8' is not one of"),
+        ({"pipe": 3, "stage_boundaries": (1,)}, "has 1 cuts, but pipe=3 stages need 2"),
+        ({"pipe": 3, "stage_boundaries": (2, 2)}, "must rise strictly"),
+    ],
+)
+def test_impossible_plans_are_refused(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Plan(**fields)  # type: ignore[arg-type]
+
+
+UNBUILT = {
+    "pipe": 2,
+    "x": 2,
+    "y": 2,
+    "z": 2,
+    "recompute": "block",
+    "offload": "host",
+    "averaging": "sync_easgd",
+    "servers": 1,
+}
+
+
+@pytest.mark.parametrize(("field", "value"), UNBUILT.items())
+def test_what_is_not_built_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(NotBuiltError, match=f"{field} = .* is not built yet"):
+        Plan(**{field: value}).require_built()  # type: ignore[arg-type]
+
+
+def test_what_is_built_is_not_refused() -> None:
+    Plan(data=4, num_microbatches=3, precision="bf16", schedule="gpipe").require_built()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("{", ConfigError, "my.json is not JSON"),
+        ("[]", ConfigError, "not a plan of format 1"),
+        ('{"format": 2}', ConfigError, "not a plan of format 1"),
+        ('{"format": 1, "dat": 2}', UnknownKeyError, "unknown field 'dat'"),
+        ('{"format": 1, "data": "2"}', ConfigError, "data must be of type int"),
+        ('{"format": 1, "data": true}', ConfigError, "data must be of type int"),
+        ('{"format": 1, "rank_order": "x"}', ConfigError, "rank_order must be a list of str"),
+        ('{"format": 1, "data": 0}', LayoutError, "axis data has size 0"),
+    ],
+)
+def test_bad_plan_files(text: str, kind: type[GanglionError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        Plan.from_json(text, "my.json")
+
+
+def test_every_field_is_in_the_file() -> None:
+    record = json.loads(Plan().to_json())
+    assert set(record) == {"format", *(field.name for field in dataclasses.fields(Plan))}

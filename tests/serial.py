@@ -1,0 +1,72 @@
+"""The oracle: plain one-process training, and comparison of every tensor by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+# How far a sum taken in another order may move a result, relative and absolute.
+TOLERANCE = {torch.float64: (1e-10, 1e-12), torch.float32: (2e-4, 2e-5)}
+
+
+@dataclass
+class History:
+    """What a training did: losses, norms and gradients of each step, and the final weights."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_serially(
+    model: nn.Module,
+    loss_fn: LossFn,
+    make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    batches: Sequence[Batch],
+    *,
+    max_grad_norm: float = 0.0,
+) -> History:
+    """Train on whole global batches with nothing but torch."""
+    history = History()
+    optimizer = make_optimizer(list(model.named_parameters()))
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        history.losses.append(loss.item())
+        history.norms.append(norm.item())
+        history.gradients.append(copies({n: p.grad for n, p in model.named_parameters()}))
+        optimizer.step()
+    history.weights = copies(dict(model.named_parameters()))
+    return history
+
+
+def copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in tensors.items() if t is not None}
+
+
+def assert_same_by_name(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, exactly: bool = False
+) -> None:
+    """Compare every tensor under its name; `exactly` means to the last bit."""
+    assert set(actual) == set(expected)
+    for name, wanted in expected.items():
+        if exactly:
+            assert torch.equal(actual[name], wanted), f"{name} differs"
+        else:
+            relative, absolute = TOLERANCE[wanted.dtype]
+            torch.testing.assert_close(
+                actual[name],
+                wanted,
+                rtol=relative,
+                atol=absolute,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )

@@ -1,0 +1,161 @@
+"""Flat buckets: gradients land in them, are summed over replicas, and clip like torch's own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from ganglion.comm import SoloGroup, World, run_threads
+from ganglion.errors import ConfigError
+from ganglion.gradients import GradientReducer, clip_by_norm, global_norm
+from ganglion.topology import Mesh
+from ganglion.trace import COMM, Recorder
+
+ONE_AT_A_TIME = threading.Lock()
+
+
+def make_layers() -> nn.Sequential:
+    with ONE_AT_A_TIME, torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+def reducer_of(model: nn.Module, group: object, **options: object) -> GradientReducer:
+    settings: dict[str, object] = {"bucket_bytes": 200, "overlap": True, **options}
+    return GradientReducer(dict(model.named_parameters()), group, Recorder(0), **settings)  # type: ignore[arg-type]
+
+
+def test_gradients_are_views_and_accumulate() -> None:
+    plain, flat = make_layers(), make_layers()
+    reducer = reducer_of(flat, SoloGroup(0))
+    assert len(reducer.buffers) > 2
+    inputs = torch.randn(2, 3, 4)
+    reducer.zero()
+    for part in inputs:
+        plain(part).sum().backward()
+        flat(part).sum().backward()
+    reducer.arm()
+    reducer.finish(0)
+    for (name, wanted), parameter in zip(plain.named_parameters(), flat.parameters(), strict=True):
+        assert torch.equal(wanted.grad, parameter.grad), name  # type: ignore[arg-type]
+    total = sum(float(buffer.sum()) for buffer in reducer.buffers)
+    assert total == pytest.approx(sum(float(p.grad.sum()) for p in plain.parameters()))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_overlap_is_bitwise_equal_to_waiting(num_ranks: int) -> None:
+    def body(world: World) -> list[list[torch.Tensor]]:
+        results = []
+        for overlap in (True, False):
+            model = make_layers()
+            reducer = reducer_of(model, world.group("data"), overlap=overlap)
+            reducer.zero()
+            reducer.arm()
+            generator = torch.Generator().manual_seed(world.rank)
+            model(torch.randn(5, 4, generator=generator)).pow(2).sum().backward()
+            reducer.finish(0)
+            results.append([buffer.clone() for buffer in reducer.buffers])
+        return results
+
+    for overlapped, waited in run_threads(Mesh(data=num_ranks), body):
+        assert all(torch.equal(a, b) for a, b in zip(overlapped, waited, strict=True))
+
+
+def test_reductions_start_during_backward_and_in_one_order() -> None:
+    """The first bucket must be under way before backward reaches the first layer."""
+
+    def body(world: World) -> tuple[int, int]:
+        model = make_layers()
+        reducer = reducer_of(model, world.group("data"))
+        started_before_first_layer = -1
+
+        def note(parameter: torch.Tensor) -> None:
+            nonlocal started_before_first_layer
+            started_before_first_layer = len(reducer._started)
+
+        model[0].weight.register_post_accumulate_grad_hook(note)
+        reducer.zero()
+        reducer.arm()
+        model(torch.ones(1, 4)).sum().backward()
+        started = len(reducer._started)
+        reducer.finish(0)
+        return started_before_first_layer, started
+
+    for early, after_backward in run_threads(Mesh(data=2), body):
+        assert early >= 1
+        assert after_backward >= early
+
+
+def test_unused_parameters_do_not_hang() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    def body(world: World) -> float:
+        model = Half()
+        reducer = reducer_of(model, world.group("data"))
+        for _ in range(2):
+            reducer.zero()
+            reducer.arm()
+            model(torch.ones(1, 4)).sum().backward()
+            reducer.finish(0)
+        return float(model.unused.weight.grad.abs().sum())  # type: ignore[union-attr]
+
+    assert run_threads(Mesh(data=2), body) == [0.0, 0.0]
+
+
+def test_frozen_parameters_and_mixed_dtypes() -> None:
+    model = make_layers()
+    model[0].weight.requires_grad_(False)
+    model[3].to(torch.float64)
+    reducer = reducer_of(model, SoloGroup(0))
+    assert {buffer.dtype for buffer in reducer.buffers} == {torch.float32, torch.float64}
+    assert model[0].weight.grad is None
+
+
+def test_replaced_gradients_are_noticed() -> None:
+    model = make_layers()
+    reducer = reducer_of(model, SoloGroup(0))
+    reducer.zero()
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(ConfigError, match="a gradient was replaced during the step"):
+        model(torch.ones(1, 4)).sum().backward()
+    reducer.zero()
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_reductions_are_traced_with_their_bytes() -> None:
+    model = make_layers()
+    recorder = Recorder(0)
+    parameters = dict(model.named_parameters())
+    reducer = GradientReducer(parameters, SoloGroup(0), recorder, bucket_bytes=200, overlap=True)
+    reducer.arm()
+    reducer.finish(4)
+    events = recorder.events()
+    assert {(e.lane, e.kind, e.step, e.axis) for e in events} == {(COMM, "reduce", 4, "data")}
+    assert sum(e.bytes for e in events) == 4 * sum(p.numel() for p in parameters.values())
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipping_equals_torchs(max_norm: float) -> None:
+    plain, flat = make_layers(), make_layers()
+    reducer = reducer_of(flat, SoloGroup(0))
+    for model in (plain, flat):
+        model(torch.ones(3, 4)).sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+    norm = global_norm(reducer.buffers)
+    clip_by_norm(reducer.buffers, norm, max_norm)
+    torch.testing.assert_close(norm, expected)
+    for wanted, parameter in zip(plain.parameters(), flat.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad)
+
+
+def test_norm_of_nothing_is_zero() -> None:
+    assert float(global_norm([])) == 0.0

@@ -1,0 +1,82 @@
+"""Data parallel equals serial: every layout, model and option, with ranks as threads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ganglion import Plan
+from ganglion.comm import run_threads
+from ganglion.models import cross_entropy
+from tests.serial import History, assert_same_by_name, train_serially
+from tests.training import OPTIMIZERS, SHAPES, Case, make_batches, make_model, train_parallel
+
+LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 2), (8, 1)]  # data, num_microbatches
+
+
+def plan_for(data: int, num_microbatches: int, case: Case) -> Plan:
+    size = case.global_batch_size // (data * num_microbatches)
+    return Plan(data=data, microbatch_size=size, num_microbatches=num_microbatches)
+
+
+def serial(case: Case) -> History:
+    return train_serially(
+        make_model(case),
+        cross_entropy,
+        OPTIMIZERS[case.optimizer],
+        make_batches(case),
+        max_grad_norm=case.max_grad_norm,
+    )
+
+
+def assert_equals_serial(case: Case, plan: Plan) -> None:
+    expected = serial(case)
+    for history in run_threads(plan.mesh(), lambda world: train_parallel(world, plan, case)):
+        assert history.losses == pytest.approx(expected.losses, rel=1e-4)
+        assert history.norms == pytest.approx(expected.norms, rel=1e-4)
+        for actual, wanted in zip(history.gradients, expected.gradients, strict=True):
+            assert_same_by_name(actual, wanted)
+        assert_same_by_name(history.weights, expected.weights)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_equals_serial_in_double(model: str, optimizer: str, layout: tuple[int, int]) -> None:
+    case = Case(model=model, optimizer=optimizer)
+    assert_equals_serial(case, plan_for(*layout, case))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_equals_serial_in_single(layout: tuple[int, int]) -> None:
+    case = Case(dtype=torch.float32, optimizer="sgd")
+    assert_equals_serial(case, plan_for(*layout, case))
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("max_grad_norm", [0.05, 100.0])
+def test_clipping_equals_serial(layout: tuple[int, int], max_grad_norm: float) -> None:
+    case = Case(max_grad_norm=max_grad_norm)
+    assert_equals_serial(case, plan_for(*layout, case))
+
+
+@pytest.mark.parametrize("bucket_mib", [1e-4, 0.002, 25.0])
+def test_bucket_size_and_overlap_never_change_a_bit(bucket_mib: float) -> None:
+    case = Case(dtype=torch.float32, bucket_mib=bucket_mib)
+    plan = plan_for(2, 2, case)
+    waiting = dataclasses.replace(case, overlap=False)
+    overlapped = run_threads(plan.mesh(), lambda world: train_parallel(world, plan, case))
+    waited = run_threads(plan.mesh(), lambda world: train_parallel(world, plan, waiting))
+    for one, other in zip(overlapped, waited, strict=True):
+        assert one.losses == other.losses
+        assert_same_by_name(one.weights, other.weights, exactly=True)
+
+
+def test_replicas_start_equal_however_they_were_made() -> None:
+    """Blocks built from different seeds on each rank: the first replica's weights count."""
+    case = Case()
+    plan = plan_for(2, 1, case)
+    first, second = run_threads(plan.mesh(), lambda world: train_parallel(world, plan, case))
+    assert_same_by_name(first.weights, second.weights, exactly=True)

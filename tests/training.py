@@ -1,0 +1,125 @@
+"""Bodies that ranks run in tests: training a small model under a plan, by threads or processes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from ganglion import Plan, parallelize
+from ganglion.comm import World
+from ganglion.config import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.models import build_model, cross_entropy
+from ganglion.train import Run
+from tests.serial import Batch, History, copies
+
+SHAPES: dict[str, ModelShape] = {
+    "gpt": GPTShape(
+        vocab_size=19,
+        seq_len=8,
+        num_layers=2,
+        hidden=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=8,
+        mlp_hidden=32,
+        bias=True,
+    ),
+    "tied": GPTShape(
+        vocab_size=19,
+        seq_len=8,
+        num_layers=1,
+        hidden=16,
+        num_heads=2,
+        num_kv_heads=2,
+        head_size=8,
+        mlp_hidden=32,
+        tied_embedding=True,
+        positions="learned",
+    ),
+    "mlp": MLPShape(num_inputs=12, num_outputs=5, num_layers=3, hidden=16),
+    "conv": ConvShape(image_size=28, num_channels=1, num_outputs=5),
+}
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+}
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training to compare: what, how and on how many samples."""
+
+    model: str = "gpt"
+    optimizer: str = "adamw"
+    dtype: torch.dtype = torch.float64
+    max_grad_norm: float = 0.0
+    global_batch_size: int = 8
+    num_steps: int = 3
+    overlap: bool = True
+    bucket_mib: float = 0.002  # small, so that a small model still has several buckets
+
+
+def make_model(case: Case) -> nn.Module:
+    """Return the same model on every rank: threads share one random generator, so take turns."""
+    with _ONE_AT_A_TIME, torch.random.fork_rng():
+        torch.manual_seed(1)
+        return build_model(SHAPES[case.model]).to(case.dtype)
+
+
+def make_batches(case: Case) -> list[Batch]:
+    """Return whole global batches."""
+    generator = torch.Generator().manual_seed(2)
+    return [_batch(case, generator) for _ in range(case.num_steps)]
+
+
+def _batch(case: Case, generator: torch.Generator) -> Batch:
+    shape, size = SHAPES[case.model], case.global_batch_size
+    if isinstance(shape, GPTShape):
+        ids = torch.randint(shape.vocab_size, (size, shape.seq_len + 1), generator=generator)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    inputs = (
+        torch.randn(size, shape.num_inputs, generator=generator)
+        if isinstance(shape, MLPShape)
+        else torch.randn(size, 1, shape.image_size, shape.image_size, generator=generator)
+    )
+    return inputs.to(case.dtype), torch.randint(shape.num_outputs, (size,), generator=generator)
+
+
+def share_of(batch: Batch, world: World, plan: Plan) -> Batch:
+    """Cut this rank's contiguous share out of a global batch."""
+    index = world.coordinates.data * plan.z + world.coordinates.z
+    part = slice(index * plan.share_size, (index + 1) * plan.share_size)
+    return batch[0][part], batch[1][part]
+
+
+def make_run(world: World, plan: Plan, case: Case) -> Run:
+    return parallelize(
+        make_model(case),
+        cross_entropy,
+        OPTIMIZERS[case.optimizer],
+        plan,
+        max_grad_norm=case.max_grad_norm,
+        world=world,
+        overlap=case.overlap,
+        bucket_mib=case.bucket_mib,
+    )
+
+
+def train_parallel(world: World, plan: Plan, case: Case) -> History:
+    """Train under `plan` and return what happened, as this rank saw it."""
+    run = make_run(world, plan, case)
+    history = History()
+    for batch in make_batches(case):
+        for result in run.steps([share_of(batch, world, plan)]):
+            history.losses.append(result.loss)
+            history.norms.append(result.grad_norm)
+        history.gradients.append(copies(run.gradients()))
+    history.weights = copies(run.model_tensors())
+    return history
