@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,26 @@ class Plan:
                 f"names the first block of a stage, and no stage may be empty"
             )
 
+    @classmethod
+    def from_arguments(
+        cls, arguments: Sequence[str], *, global_batch_size: int, microbatch_size: int
+    ) -> Plan:
+        """Read `field=value` words, such as a script's `sys.argv[1:]`, into a plan.
+
+        The number of microbatches follows from the batch, so that one script trains on the same
+        global batches under every layout: `torchrun ... script.py data=2 schedule=2bw`.
+        """
+        fields = _parsed_arguments(arguments)
+        shares = int(fields.get("data", 1)) * int(fields.get("z", 1))
+        if shares < 1 or global_batch_size % (microbatch_size * shares):
+            raise LayoutError(
+                f"a global batch of {global_batch_size} cannot be cut into microbatches of "
+                f"{microbatch_size} on data * z = {shares} replicas: choose a multiple of "
+                f"{microbatch_size * max(1, shares)}"
+            )
+        fields["num_microbatches"] = global_batch_size // (microbatch_size * shares)
+        return cls(**fields, microbatch_size=microbatch_size)
+
     def mesh(self) -> Mesh:
         """Return the mesh of this plan's axes."""
         return Mesh(
@@ -116,26 +136,51 @@ class Plan:
 
     def require_built(self) -> None:
         """Refuse what this version cannot run, naming the field; every driver calls this first."""
-        for field, wanted in _UNBUILT.items():
+        for field, (wanted, key) in _UNBUILT.items():
             value = getattr(self, field)
             if value != wanted:
                 raise NotBuiltError(
-                    f"{field} = {value!r} is not built yet: this version runs "
-                    f"{field} = {wanted!r} only; remove the setting to go on"
+                    f"{key} = {value!r} is not built yet: this version runs {key} = {wanted!r} "
+                    f"only; remove the setting (of a plan: {field}) to go on"
                 )
 
 
-# What each field must be until its machinery exists.
-_UNBUILT: dict[str, object] = {
-    "pipe": 1,
-    "x": 1,
-    "y": 1,
-    "z": 1,
-    "recompute": "none",
-    "offload": "none",
-    "averaging": "none",
-    "servers": 0,
+# What each field must be until its machinery exists, and its key in a run file.
+_UNBUILT: dict[str, tuple[object, str]] = {
+    "pipe": (1, "parallel.pipe"),
+    "x": (1, "parallel.x"),
+    "y": (1, "parallel.y"),
+    "z": (1, "parallel.z"),
+    "recompute": ("none", "memory.recompute"),
+    "offload": ("none", "memory.offload"),
+    "averaging": ("none", "averaging.method"),
+    "servers": (0, "averaging.servers"),
 }
+
+
+def _parsed_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    known = {field.name: field.default for field in dataclasses.fields(Plan)}
+    for derived in ("microbatch_size", "num_microbatches"):
+        del known[derived]
+    fields: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals or name not in known:
+            raise UnknownKeyError(
+                f"{argument!r} is not field=value of a plan; the fields are {sorted(known)}"
+            )
+        fields[name] = _parsed_value(name, text, known[name])
+    return fields
+
+
+def _parsed_value(name: str, text: str, default: object) -> Any:
+    parts = [part for part in text.split(",") if part]
+    try:
+        if name == "stage_boundaries":
+            return tuple(int(part) for part in parts)
+        return tuple(parts) if isinstance(default, tuple) else type(default)(text)  # type: ignore[call-arg]
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r} is not a number; write {name}=2, say") from error
 
 
 def _checked_fields(record: Mapping[str, object], source: str) -> dict[str, Any]:

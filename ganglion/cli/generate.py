@@ -27,18 +27,18 @@ def sample_text(
     seed: int = 0,
 ) -> str:
     """Return `prompt` and what the newest weights of a run add to it."""
-    import torch  # this command's help must answer without it
-
-    from ganglion.data import load_tokenizer
-    from ganglion.models import generate
-    from ganglion.train import build_blocks
-
     file, _ = read_folder(folder)
     if not is_text_model(file):
         raise ConfigError(
             f"{folder} holds no text model (model.kind = {file.model.kind!r}, data.kind = "
             f'{file.data.kind!r}): generate needs "gpt" trained on "text"'
         )
+    import torch  # refusals, like the help, must answer without it
+
+    from ganglion.data import load_tokenizer
+    from ganglion.models import generate
+    from ganglion.train import build_blocks
+
     tokenizer = load_tokenizer(folder)
     blocks = build_blocks(file, tokenizer.vocab_size, (file.data.seq_len,))
     _load_weights(folder, blocks)

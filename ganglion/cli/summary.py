@@ -14,20 +14,20 @@ from ganglion.trace import StepMetrics, read_metrics
 from ganglion.units import format_bytes, format_count, format_duration
 
 
-def print_summary(folder: Path, *, interrupted: bool, console: Console | None = None) -> None:
-    """Print what a run folder holds after training; say nothing if no step was finished."""
-    console = console or Console()
+def print_summary(folder: Path, exit_code: int) -> None:
+    """Print what a run folder holds after training ended with `exit_code`."""
+    console = Console()
     path = folder / METRICS_FILE
     metrics = read_metrics(path) if path.exists() else []
     if not metrics:
         return
     console.print(_table(metrics))
     file, _ = read_folder(folder)
-    if not interrupted and file.output.sample_tokens and is_text_model(file):
+    if exit_code == 0 and file.output.sample_tokens and is_text_model(file):
         text = sample_text(folder, file.output.sample_prompt, file.output.sample_tokens)
         console.print("sample of generated text:", style="bold")
         console.print(text, markup=False, highlight=False)
-    _print_places(folder, console, resume=interrupted or metrics[-1].step < file.train.steps)
+    _print_places(folder, console, unfinished=metrics[-1].step < file.train.steps)
 
 
 def _table(metrics: list[StepMetrics]) -> Table:
@@ -45,13 +45,13 @@ def _table(metrics: list[StepMetrics]) -> Table:
     return table
 
 
-def _print_places(folder: Path, console: Console, *, resume: bool) -> None:
+def _print_places(folder: Path, console: Console, *, unfinished: bool) -> None:
     newest = latest_checkpoint(folder / CHECKPOINTS)
     if newest is not None:
         console.print(f"checkpoint: {newest}", soft_wrap=True, highlight=False)
     if (folder / MODEL_FILE).exists():
         console.print(f"weights: {folder / MODEL_FILE}", soft_wrap=True, highlight=False)
-    if newest is not None and resume:
+    if newest is not None and unfinished:
         command = f"ganglion train --resume --output.dir {folder}"
         console.print(f"continue with: {command}", soft_wrap=True, highlight=False)
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)

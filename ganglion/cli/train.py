@@ -52,20 +52,20 @@ def train_command(options: TrainOptions) -> int:
         return _train_alone(options, file, plan)
     from ganglion.cli.worker import train_under_launcher
 
-    return train_under_launcher(file, plan, _name(options), launch, options)
+    return train_under_launcher(file, plan, _name(options), launch, options) or 0
 
 
 def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
+    folder = prepare_folder(file, plan, _name(options), resume=options.resume)
     from ganglion.cli.launcher import run_processes
     from ganglion.cli.summary import print_summary
     from ganglion.cli.worker import train_in_folder
 
-    folder = prepare_folder(file, plan, _name(options), resume=options.resume)
     if plan.num_ranks == 1:
         code = train_in_folder(folder, Launch(), resume=options.resume, level=options.log_level)
     else:
         code = run_processes(folder, plan.num_ranks, options.resume, options.log_level)
-    print_summary(folder, interrupted=code != 0)
+    print_summary(folder, code)
     return code
 
 

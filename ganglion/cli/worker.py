@@ -51,6 +51,7 @@ def train_in_folder(
         return stop.exit_code
 
 
+@record
 def train_under_launcher(
     file: RunFile, plan: Plan, name: str, launch: Launch, options: TrainOptions
 ) -> int:
@@ -61,7 +62,7 @@ def train_under_launcher(
         folder, launch, resume=options.resume, level=options.log_level, world=world
     )
     if launch.rank == 0:
-        print_summary(folder, interrupted=code != 0)
+        print_summary(folder, code)
     return code
 
 

@@ -12,6 +12,9 @@ from ganglion.comm.collectives import MAX, SUM, Done, Handle
 from ganglion.errors import PeerLost
 
 _OPS = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class TorchHandle:
@@ -52,16 +55,14 @@ class TorchGroup:
         """Concatenate every member's `tensor` along dim 0 into `output`."""
         return self._start(
             "all_gather",
-            lambda: dist.all_gather_into_tensor(
-                output, tensor, group=self.process_group, async_op=True
-            ),
+            lambda: _all_gather(output, tensor, group=self.process_group, async_op=True),
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members and keep this member's equal part of dim 0."""
         return self._start(
             "reduce_scatter",
-            lambda: dist.reduce_scatter_tensor(
+            lambda: _reduce_scatter(
                 output, tensor, _OPS[op], group=self.process_group, async_op=True
             ),
         )

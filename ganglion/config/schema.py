@@ -57,6 +57,9 @@ class DataSection(Section):
         description='text: "" (Python\'s own library), a file or a folder; images: "generated", '
         '"fashion-mnist" or a folder of IDX files; dataset: "package.module:function"',
     )
+    args: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="dataset: keyword arguments for the function"
+    )
     tokenizer: Literal["bytes", "bpe"] = Field(
         "bytes", description='"bytes", or "bpe" trained on the source (needs the extra `hf`)'
     )

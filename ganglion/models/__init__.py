@@ -8,7 +8,7 @@ from ganglion.models.blocks import (
     named_parameters,
     tied_names,
 )
-from ganglion.models.build import build_model, build_user_blocks, load_function
+from ganglion.models.build import build_model, build_user_blocks, call_function, load_function
 from ganglion.models.convnet import ConvNet
 from ganglion.models.generate import generate
 from ganglion.models.gpt import GPT
@@ -24,6 +24,7 @@ __all__ = [
     "LossFn",
     "build_model",
     "build_user_blocks",
+    "call_function",
     "cross_entropy",
     "generate",
     "load_function",

@@ -56,12 +56,17 @@ def load_function(reference: str, key: str) -> Callable[..., object]:
     return cast(Callable[..., object], function)
 
 
+def call_function(reference: str, args: Mapping[str, object], *, key: str, args_key: str) -> object:
+    """Call a user's function; `key` and `args_key` name the settings in error messages."""
+    function = load_function(reference, key)
+    _check_arguments(function, args, f"{key} = {reference!r}", args_key)
+    with _current_folder_importable():
+        return function(**args)
+
+
 def build_user_blocks(reference: str, args: Mapping[str, object]) -> dict[str, nn.Module]:
     """Call the user's `model.build` function with `model.args` and return its blocks by name."""
-    function = load_function(reference, "model.build")
-    _check_arguments(function, reference, args)
-    with _current_folder_importable():
-        result = function(**args)
+    result = call_function(reference, args, key="model.build", args_key="model.args")
     try:
         return named_blocks(cast(Blocks, result))
     except ConfigError as error:
@@ -111,7 +116,7 @@ def _current_folder_importable() -> Iterator[None]:
 
 
 def _check_arguments(
-    function: Callable[..., object], reference: str, args: Mapping[str, object]
+    function: Callable[..., object], args: Mapping[str, object], setting: str, args_key: str
 ) -> None:
     try:
         signature = inspect.signature(function)
@@ -121,6 +126,6 @@ def _check_arguments(
         signature.bind(**args)
     except TypeError as error:
         raise ConfigError(
-            f"model.args {dict(args)} do not fit model.build = {reference!r}{signature}: {error}; "
-            f"change model.args to match its parameters"
+            f"{args_key} {dict(args)} do not fit {setting}{signature}: {error}; "
+            f"change {args_key} to match its parameters"
         ) from error

@@ -23,7 +23,7 @@ from ganglion.data import (
 from ganglion.models import (
     build_model,
     build_user_blocks,
-    load_function,
+    call_function,
     loss_function,
     named_blocks,
 )
@@ -167,7 +167,7 @@ def open_source(file: RunFile, cache_dir: Path) -> DataSource:
     if data.kind == "synthetic":
         vocab_size = file.model.vocab_size or SYNTHETIC_VOCAB_SIZE
         return open_synthetic(data.seq_len, vocab_size, data.val_fraction, seed)
-    dataset = load_function(data.source, "data.source")()
+    dataset = call_function(data.source, data.args, key="data.source", args_key="data.args")
     return open_dataset(cast(MapDataset, dataset), data.val_fraction, seed)
 
 

@@ -49,10 +49,10 @@ class TensorBoardObserver:
 class TraceObserver:
     """Writes this rank's events after each step, so that memory stays flat."""
 
-    def __init__(self, path: Path, recorder: Recorder, *, append: bool) -> None:
-        """Open `path`; a resumed run appends to what is there."""
+    def __init__(self, path: Path, recorder: Recorder) -> None:
+        """Write to `path` what `recorder` collects."""
         self._recorder = recorder
-        self._file = path.open("a" if append else "w", encoding="utf-8")
+        self._file = path.open("w", encoding="utf-8")
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Move the recorded events to disk."""
@@ -67,13 +67,19 @@ class TraceObserver:
 def file_observers(job: Job) -> list[Observer]:
     """Return what this rank writes: all ranks their trace, rank 0 the metrics."""
     observers: list[Observer] = []
-    rank, resumed = job.run.world.rank, job.run.step > 0
+    rank = job.run.world.rank
     if job.file.trace.enabled:
-        (job.folder / "trace").mkdir(exist_ok=True)
-        path = job.folder / "trace" / f"rank{rank}.jsonl"
-        observers.append(TraceObserver(path, job.run.recorder, append=resumed))
+        observers.append(TraceObserver(_trace_path(job, rank), job.run.recorder))
     if rank == 0:
         observers.append(MetricsObserver(job.folder / "metrics.jsonl", job.run.step))
         if job.file.output.tensorboard:
             observers.append(TensorBoardObserver(job.folder / "tensorboard"))
     return observers
+
+
+def _trace_path(job: Job, rank: int) -> Path:
+    """Name this rank's trace; a resumed run has its own, for it may repeat steps."""
+    folder = job.folder / "trace"
+    folder.mkdir(exist_ok=True)
+    begin = f"-from-{job.run.step}" if job.run.step else ""
+    return folder / f"rank{rank}{begin}.jsonl"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from ganglion.config.schema import OptimizerSection
 from ganglion.errors import ConfigError
@@ -71,6 +71,8 @@ def _muon(named: NamedParameters, section: OptimizerSection) -> list[Optimizer]:
 
     `match_rms_adamw` scales Muon's updates to AdamW's size, so that one rate serves both.
     """
+    from torch.optim import Muon  # newer than the oldest torch this package accepts
+
     inner = [pair for pair in named if _suits_muon(*pair)]
     rest = [pair for pair in named if not _suits_muon(*pair)]
     optimizers: list[Optimizer] = []

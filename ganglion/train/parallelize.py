@@ -16,6 +16,7 @@ from ganglion.plan import Plan
 from ganglion.topology import Placement, read_launch
 from ganglion.trace import Recorder
 from ganglion.train.device import pick_device
+from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, constant
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
 from ganglion.train.parts import RunParts
@@ -53,6 +54,7 @@ def parallelize(
     world = open_world(launch, plan.mesh(), timeout_s=timeout_s) if world is None else world
     device = pick_device(launch.local_rank) if device is None else device
     recorder = Recorder(world.rank, enabled=False) if recorder is None else recorder
+    keep_freed_memory()
     named = {name: block.to(device) for name, block in named_blocks(blocks).items()}
     parameters, buffers = named_parameters(named), named_buffers(named)
     _same_start({**parameters, **buffers}, world)

@@ -81,7 +81,7 @@ UNBUILT = {
 
 @pytest.mark.parametrize(("field", "value"), UNBUILT.items())
 def test_what_is_not_built_is_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(NotBuiltError, match=f"{field} = .* is not built yet"):
+    with pytest.raises(NotBuiltError, match=rf"is not built yet.* \(of a plan: {field}\)"):
         Plan(**{field: value}).require_built()  # type: ignore[arg-type]
 
 
@@ -110,3 +110,36 @@ def test_bad_plan_files(text: str, kind: type[GanglionError], message: str) -> N
 def test_every_field_is_in_the_file() -> None:
     record = json.loads(Plan().to_json())
     assert set(record) == {"format", *(field.name for field in dataclasses.fields(Plan))}
+
+
+def test_a_plan_from_words() -> None:
+    words = ["data=2", "pipe=3", "schedule=two_bw", "stage_boundaries=1,4", "precision=bf16"]
+    plan = Plan.from_arguments(words, global_batch_size=24, microbatch_size=3)
+    assert plan == Plan(
+        data=2,
+        pipe=3,
+        schedule="two_bw",
+        stage_boundaries=(1, 4),
+        precision="bf16",
+        microbatch_size=3,
+        num_microbatches=4,
+    )
+    for layout in ([], ["data=2"], ["z=4"]):
+        one = Plan.from_arguments(layout, global_batch_size=24, microbatch_size=3)
+        assert one.global_batch_size == 24
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["dat=2"], "'dat=2' is not field=value of a plan"),
+        (["data"], "'data' is not field=value"),
+        (["num_microbatches=2"], "is not field=value"),
+        (["data=two"], "data='two' is not a number"),
+        (["data=5"], r"a global batch of 24 cannot be cut .* data \* z = 5"),
+        (["data=0"], "data \\* z = 0"),
+    ],
+)
+def test_bad_words_are_refused(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Plan.from_arguments(words, global_batch_size=24, microbatch_size=3)

@@ -1,0 +1,106 @@
+"""Commands that answer without starting anything: help, versions, configuration, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ganglion as package
+from tests.command import TINY, environment, ganglion
+
+NO_TORCH = """
+import sys
+import ganglion.cli.main as cli
+sys.argv = ["ganglion", *{arguments!r}]
+try:
+    cli.main()
+except SystemExit as end:
+    assert (end.code or 0) == {code}, end.code
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["train", "--help"], 0),
+        (["generate", "--help"], 0),
+        (["--version"], 0),
+        (["train", "--print-config"], 0),
+        (["train", "--parallel.pipe", "2"], 2),
+        (["train", "--train.stpes", "2"], 2),
+        ([], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_answers_without_torch(arguments: list[str], code: int, tmp_path: Path) -> None:
+    script = NO_TORCH.format(arguments=arguments, code=code)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    assert result.returncode == 0, result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version(tmp_path: Path) -> None:
+    assert ganglion("--version", cwd=tmp_path).stdout == f"ganglion {package.__version__}\n"
+
+
+def test_printed_config_can_be_used(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[train]\nsteps = 7\n")
+    printed = ganglion("train", "my.toml", "--train.seed=5", "--print-config", cwd=tmp_path).stdout
+    tables = tomllib.loads(printed)
+    assert (tables["train"]["steps"], tables["train"]["seed"]) == (7, 5)
+    (tmp_path / "again.toml").write_text(printed)
+    assert ganglion("train", "again.toml", "--print-config", cwd=tmp_path).stdout == printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train", "no.toml"], "error: run file no.toml does not exist"),
+        (["train", "--train.stpes", "3"], "did you mean 'train.steps'"),
+        (["train", "--train.steps"], "--train.steps needs a value"),
+        (["train", "--nproc", "3"], "train.global_batch_size = 16 is not a multiple of"),
+        (["train", "--nproc", "0"], "Invalid value for '--nproc'"),
+        (["train", "--parallel.pipe", "2"], "parallel.pipe = 2 is not built yet"),
+        (["train", "--averaging.method", "sync_easgd"], "averaging.method = 'sync_easgd' is not"),
+        (["train", "--plan", "no.json"], "--plan no.json cannot be read"),
+        (["train", "--plan", "p.json", "--parallel.x", "1"], "contradict each other"),
+        (["train", "--resume"], "--resume found no run below runs/"),
+        (["train", "--resume", "--output.dir", "x"], "holds no run; leave out --resume"),
+        (["train", "--output.dir", "taken"], "already holds a run: add --resume"),
+        (["train", "--output.dir", "file/sub"], "cannot be written"),
+        (["generate", "nowhere"], "nowhere holds no run"),
+        (["doctor", "--train.steps", "3"], "only `train` takes those"),
+        (["--log-level", "loud", "doctor"], "'loud' is not one of"),
+        (["trian"], "No such command 'trian'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refusals_are_one_clear_line(arguments: list[str], text: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "run.toml").write_text("")
+    (tmp_path / "file").write_text("")
+    result = ganglion(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_one_process_trains_here(tmp_path: Path) -> None:
+    result = ganglion("train", *TINY, "--train.steps", "3", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "1 process (data=1)" in result.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("quickstart-")
+    assert f"run folder: runs/{folder.name}" in result.stdout
