@@ -1,4 +1,13 @@
-"""Saved state: tensors in safetensors shards, everything else in JSON, nothing in pickles."""
+"""Saved state: tensors in safetensors shards, everything else in JSON, nothing in pickles.
+
+What moves tensors is loaded on first use: torch's checkpoint library takes a second to import, and
+who only looks for the newest checkpoint should not wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 from ganglion.checkpoint.layout import (
     checkpoint_name,
@@ -8,18 +17,20 @@ from ganglion.checkpoint.layout import (
     remove_incomplete,
     step_of,
 )
-from ganglion.checkpoint.load import load, load_exported, read_specs, read_state
-from ganglion.checkpoint.optimizer import (
-    changed_settings,
-    optimizer_record,
-    optimizer_scalars,
-    optimizer_settings,
-    optimizer_tensors,
-    prepare_optimizers,
-)
-from ganglion.checkpoint.save import Ranks, save
 from ganglion.checkpoint.state import JSON, SavedState
-from ganglion.checkpoint.storage import TensorSpec
+
+if TYPE_CHECKING:
+    from ganglion.checkpoint.optimizer import (
+        changed_settings,
+        optimizer_record,
+        optimizer_scalars,
+        optimizer_settings,
+        optimizer_tensors,
+        prepare_optimizers,
+    )
+    from ganglion.checkpoint.reading import load, load_exported, read_specs, read_state
+    from ganglion.checkpoint.storage import TensorSpec
+    from ganglion.checkpoint.writing import Ranks, save
 
 __all__ = [
     "JSON",
@@ -44,3 +55,25 @@ __all__ = [
     "save",
     "step_of",
 ]
+
+_HOME = {
+    "Ranks": "writing",
+    "TensorSpec": "storage",
+    "changed_settings": "optimizer",
+    "load": "reading",
+    "load_exported": "reading",
+    "optimizer_record": "optimizer",
+    "optimizer_scalars": "optimizer",
+    "optimizer_settings": "optimizer",
+    "optimizer_tensors": "optimizer",
+    "prepare_optimizers": "optimizer",
+    "read_specs": "reading",
+    "read_state": "reading",
+    "save": "writing",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ganglion.checkpoint.load import read_specs, read_state
+from ganglion.checkpoint.reading import read_specs, read_state
 from ganglion.checkpoint.state import JSON
 from ganglion.checkpoint.storage import TensorSpec
 from ganglion.errors import CheckpointError

@@ -76,6 +76,8 @@ def launch_config(num_processes: int, logs: LogsSpecs | None = None) -> LaunchCo
         max_restarts=0,
         monitor_interval=0.05,
         logs_specs=logs,
+        # When one rank has failed, the others cannot finish: do not wait for them to try.
+        shutdown_timeout=1,
         # Ctrl-C is ours: the workers save a checkpoint and leave by themselves.
         signals_to_handle="SIGQUIT",
     )

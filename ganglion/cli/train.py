@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from ganglion.cli.folder import RUN_FILE, newest_run, prepare_folder
+from ganglion.cli.summary import print_summary
 from ganglion.config import (
     Override,
     RunFile,
@@ -57,13 +58,13 @@ def train_command(options: TrainOptions) -> int:
 
 def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
     folder = prepare_folder(file, plan, _name(options), resume=options.resume)
-    from ganglion.cli.launcher import run_processes
-    from ganglion.cli.summary import print_summary
-    from ganglion.cli.worker import train_in_folder
-
     if plan.num_ranks == 1:
+        from ganglion.cli.worker import train_in_folder
+
         code = train_in_folder(folder, Launch(), resume=options.resume, level=options.log_level)
     else:
+        from ganglion.cli.launcher import run_processes
+
         code = run_processes(folder, plan.num_ranks, options.resume, options.log_level)
     print_summary(folder, code)
     return code

@@ -1,4 +1,7 @@
-"""Losses: from an output and its target to one number, averaged over all positions in fp32."""
+"""Losses: from an output and its target to one number, averaged over all positions.
+
+Computed in fp32 at least: bf16 outputs are widened first, doubles stay doubles.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,7 +27,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
             f"{tuple(target.shape)}: the target must be {tuple(output.shape[:-1])}, one class "
             f"number for each row of logits"
         )
-    return F.cross_entropy(output.flatten(0, -2).float(), target.flatten())
+    return F.cross_entropy(_wide(output.flatten(0, -2)), target.flatten())
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
@@ -33,7 +37,11 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
             f"mse got an output of shape {tuple(output.shape)} and a target of shape "
             f"{tuple(target.shape)}: make them equal, they are not broadcast"
         )
-    return F.mse_loss(output.float(), target.float())
+    return F.mse_loss(_wide(output), _wide(target))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 _LOSSES: Mapping[str, LossFn] = MappingProxyType({"cross_entropy": cross_entropy, "mse": mse})

@@ -54,7 +54,7 @@ class Replica:
                 self._reducer.arm()
             with self._recorder.span(COMPUTE, "backward", step=step, microbatch=index):
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+            total = total + loss.detach()  # a new tensor: a loss in double must stay double
         self._reducer.finish(step)
         return total / self._plan.num_microbatches
 
@@ -64,7 +64,7 @@ class Replica:
         total = torch.zeros((), device=self._device)
         with evaluation_mode(self._blocks):
             for inputs, targets in self._microbatches(batch):
-                total += self._loss(inputs, targets)
+                total = total + self._loss(inputs, targets)
         return total / self._plan.num_microbatches
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:

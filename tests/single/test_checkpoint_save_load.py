@@ -416,7 +416,6 @@ def test_files_can_be_read_by_whoever_the_umask_allows(tmp_path: Path) -> None:
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, place: str, stand_in: Callable[..., None]) -> None:
-    # By module: in the package the name `save` is the function.
     module, name = place.split(".")
     monkeypatch.setattr(import_module(f"ganglion.checkpoint.{module}"), name, stand_in)
 
@@ -429,11 +428,11 @@ def full_disk(*args: object) -> None:
     "place",
     [
         "tensor_file.write_durably",
-        "save.write_durably",
-        "save.write_tensors",
+        "writing.write_durably",
+        "writing.write_tensors",
         "manifest.write_durably",
-        "save.sync_folder",
-        "save.publish",
+        "writing.sync_folder",
+        "writing.publish",
     ],
 )
 def test_a_full_disk_at_any_point_leaves_the_older_checkpoint(
@@ -473,7 +472,7 @@ def test_an_interrupt_stays_an_interrupt(tmp_path: Path, monkeypatch: pytest.Mon
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    replace(monkeypatch, "save.publish", interrupt)
+    replace(monkeypatch, "writing.publish", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save_alone(tmp_path, weights())
     assert latest_checkpoint(tmp_path) is None

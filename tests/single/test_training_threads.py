@@ -10,7 +10,7 @@ import torch
 from ganglion import Plan
 from ganglion.comm import run_threads
 from ganglion.models import cross_entropy
-from tests.serial import History, assert_same_by_name, train_serially
+from tests.serial import TOLERANCE, History, assert_same_by_name, train_serially
 from tests.training import OPTIMIZERS, SHAPES, Case, make_batches, make_model, train_parallel
 
 LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 2), (8, 1)]  # data, num_microbatches
@@ -34,8 +34,8 @@ def serial(case: Case) -> History:
 def assert_equals_serial(case: Case, plan: Plan) -> None:
     expected = serial(case)
     for history in run_threads(plan.mesh(), lambda world: train_parallel(world, plan, case)):
-        assert history.losses == pytest.approx(expected.losses, rel=1e-4)
-        assert history.norms == pytest.approx(expected.norms, rel=1e-4)
+        assert history.losses == pytest.approx(expected.losses, rel=TOLERANCE[case.dtype][0])
+        assert history.norms == pytest.approx(expected.norms, rel=TOLERANCE[case.dtype][0])
         for actual, wanted in zip(history.gradients, expected.gradients, strict=True):
             assert_same_by_name(actual, wanted)
         assert_same_by_name(history.weights, expected.weights)
