@@ -36,7 +36,7 @@ def prepare_folder(file: RunFile, plan: Plan, name: str, *, resume: bool) -> Pat
     try:
         for part in (folder, folder / "logs", folder / CHECKPOINTS):
             part.mkdir(parents=True, exist_ok=True)
-        (folder / RUN_FILE).write_text(render_run_file(_with_folder(file, folder)), "utf-8")
+        (folder / RUN_FILE).write_text(render_run_file(_as_resolved(file, plan, folder)), "utf-8")
         (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
     except OSError as error:
         raise ConfigError(f"output.dir = {str(folder)!r} cannot be written: {error}") from error
@@ -72,6 +72,8 @@ def _new_folder(name: str) -> Path:
     return folder
 
 
-def _with_folder(file: RunFile, folder: Path) -> RunFile:
+def _as_resolved(file: RunFile, plan: Plan, folder: Path) -> RunFile:
+    """Fill in what was left open, so that resuming takes the same folder and the same layout."""
     output = file.output.model_copy(update={"dir": str(folder)})
-    return file.model_copy(update={"output": output})
+    parallel = file.parallel.model_copy(update={"data": plan.data})
+    return file.model_copy(update={"output": output, "parallel": parallel})

@@ -13,6 +13,8 @@ from ganglion.cli.generate import is_text_model, sample_text
 from ganglion.trace import StepMetrics, read_metrics
 from ganglion.units import format_bytes, format_count, format_duration
 
+TOKEN_DATA = ("text", "synthetic")
+
 
 def print_summary(folder: Path, exit_code: int) -> None:
     """Print what a run folder holds after training ended with `exit_code`."""
@@ -21,8 +23,8 @@ def print_summary(folder: Path, exit_code: int) -> None:
     metrics = read_metrics(path) if path.exists() else []
     if not metrics:
         return
-    console.print(_table(metrics))
     file, _ = read_folder(folder)
+    console.print(_table(metrics, "tokens" if file.data.kind in TOKEN_DATA else "samples"))
     if exit_code == 0 and file.output.sample_tokens and is_text_model(file):
         text = sample_text(folder, file.output.sample_prompt, file.output.sample_tokens)
         console.print("sample of generated text:", style="bold")
@@ -30,7 +32,7 @@ def print_summary(folder: Path, exit_code: int) -> None:
     _print_places(folder, console, unfinished=metrics[-1].step < file.train.steps)
 
 
-def _table(metrics: list[StepMetrics]) -> Table:
+def _table(metrics: list[StepMetrics], unit: str) -> Table:
     first, last = metrics[0], metrics[-1]
     total_s = sum(record.step_s for record in metrics)
     middle = sorted(record.tokens_per_s for record in metrics)[len(metrics) // 2]
@@ -40,7 +42,7 @@ def _table(metrics: list[StepMetrics]) -> Table:
     table.add_row("loss", f"{first.loss:.4f} -> {last.loss:.4f}")
     if held_out:
         table.add_row("held-out loss", f"{held_out[-1]:.4f}")
-    table.add_row("speed", f"{format_count(middle)} a second (median step)")
+    table.add_row("speed", f"{format_count(middle)} {unit} a second (median step)")
     table.add_row("peak memory", f"{format_bytes(last.peak_bytes)} in the largest process")
     return table
 

@@ -79,6 +79,8 @@ def read_run_file(options: TrainOptions) -> RunFile:
     elif options.resume:
         folder = _resumed_folder(overrides)
         tables, source = read_toml(folder / RUN_FILE), str(folder / RUN_FILE)
+        if options.nproc is not None:  # a resumed run may change its number of replicas
+            overrides.insert(0, Override("parallel.data", "auto"))
     else:
         tables, source = recipe(QUICKSTART), QUICKSTART
     return load_run_file(tables, overrides, source)

@@ -26,6 +26,7 @@ from ganglion.models import (
     call_function,
     loss_function,
     named_blocks,
+    named_parameters,
 )
 from ganglion.plan import Plan
 from ganglion.topology import Launch
@@ -93,7 +94,7 @@ def build_job(
         folder=folder,
         peak_flops=machine_peak(world, device, plan.precision),
         flops_per_token=None if flops is None else flops / source.tokens_per_sample,
-        num_parameters=sum(p.numel() for block in blocks.values() for p in block.parameters()),
+        num_parameters=sum(p.numel() for p in named_parameters(blocks).values()),
     )
 
 
