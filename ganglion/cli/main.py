@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +9,11 @@ from typing import Annotated
 import typer
 
 import ganglion
+from ganglion.cli.logs import LOG_LEVELS, log_to_screen
 from ganglion.cli.overrides import split_overrides
 from ganglion.errors import GanglionError
 
 USAGE_ERROR = 2
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 app = typer.Typer(
     name="ganglion",
@@ -49,7 +48,7 @@ def shared_options(
     ] = "warning",
 ) -> None:
     """Plan, predict, run and explain parallel training of PyTorch models."""
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    log_to_screen(log_level)
     context.ensure_object(dict)["log_level"] = log_level
 
 

@@ -61,7 +61,7 @@ def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
     if plan.num_ranks == 1:
         from ganglion.cli.worker import train_in_folder
 
-        code = train_in_folder(folder, Launch(), resume=options.resume, level=options.log_level)
+        code = train_in_folder(folder, Launch(), resume=options.resume)
     else:
         from ganglion.cli.launcher import run_processes
 

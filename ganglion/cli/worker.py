@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from ganglion.checkpoint import latest_checkpoint
 from ganglion.cli.cache import cache_folder
 from ganglion.cli.folder import CHECKPOINTS, MODEL_FILE, prepare_folder, read_folder
 from ganglion.cli.lifeline import end_with_parent
+from ganglion.cli.logs import log_to_file, log_to_screen
 from ganglion.cli.progress import Progress
 from ganglion.cli.stopping import StopSignal
 from ganglion.cli.summary import print_summary
@@ -28,17 +30,23 @@ from ganglion.train import Job, Observer, build_job, file_observers, train
 if TYPE_CHECKING:
     from ganglion.cli.train import TrainOptions
 
+logger = logging.getLogger(__name__)
+
 _REFUSED = "refused: "
 
 
 def train_in_folder(
-    folder: Path, launch: Launch, *, resume: bool, level: str, world: World | None = None
+    folder: Path, launch: Launch, *, resume: bool, world: World | None = None
 ) -> int:
     """Train what a prepared run folder describes; return 0, or 128 + signal when interrupted."""
     with StopSignal() as stop:
         file, plan = read_folder(folder)
-        _log_to(folder / "logs" / f"rank{launch.rank}.log", level)
+        log_to_file(folder / "logs" / f"rank{launch.rank}.log")
         torch.set_num_threads(file.train.threads or _threads(launch))
+        logger.info(
+            "rank %d of %d, started by %s, %d threads, plan %s",
+            *(launch.rank, launch.num_ranks, launch.launcher, torch.get_num_threads(), plan),
+        )
         world = world or open_world(launch, plan.mesh(), timeout_s=file.train.timeout_s)
         job = build_job(file, plan, world, launch, folder, cache_folder())
         with job.run:
@@ -58,9 +66,7 @@ def train_under_launcher(
     """Train as one of the processes that torchrun or srun started; rank 0 makes the folder."""
     world = open_world(launch, plan.mesh(), timeout_s=file.train.timeout_s)
     folder = Path(_agree_on_folder(world, file, plan, name, options.resume))
-    code = train_in_folder(
-        folder, launch, resume=options.resume, level=options.log_level, world=world
-    )
+    code = train_in_folder(folder, launch, resume=options.resume, world=world)
     if launch.rank == 0:
         print_summary(folder, code)
     return code
@@ -114,21 +120,14 @@ def _publish_model(folder: Path) -> None:
     if newest is not None:
         target = folder / MODEL_FILE
         target.unlink(missing_ok=True)
-        os.link(newest / MODEL_FILE, target)
+        try:
+            os.link(newest / MODEL_FILE, target)
+        except OSError:  # a file system without hard links: the same content, twice
+            shutil.copyfile(newest / MODEL_FILE, target)
 
 
 def _threads(launch: Launch) -> int:
     return max(1, len(os.sched_getaffinity(0)) // launch.local_num_ranks)
-
-
-def _log_to(path: Path, level: str) -> None:
-    """Write this rank's log to its own file, with times."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.setLevel(logging.INFO)
-    logger = logging.getLogger("ganglion")
-    logger.setLevel(min(logging.INFO, logging.getLevelNamesMapping()[level.upper()]))
-    logger.addHandler(handler)
 
 
 @record
@@ -136,9 +135,9 @@ def main() -> None:
     """Train as a process that `ganglion train` started: FOLDER LOG_LEVEL RESUME."""
     folder, level, resume = sys.argv[1:4]
     end_with_parent()
-    logging.basicConfig(level=level.upper(), stream=sys.stdout)
+    log_to_screen(level, sys.stdout)
     launch = read_launch(os.environ)
-    train_in_folder(Path(folder), launch, resume=bool(resume), level=level)
+    train_in_folder(Path(folder), launch, resume=bool(resume))
 
 
 if __name__ == "__main__":

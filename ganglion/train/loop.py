@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Protocol
 from ganglion.trace import StepMetrics
 from ganglion.train.job import Job
 from ganglion.train.run import StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Observer(Protocol):
 def train(job: Job, observers: Sequence[Observer]) -> Summary:
     """Train until the job's last step, or until some rank was asked to stop."""
     run, interrupted = job.run, False
+    logger.info("training from step %d to %d", run.step, job.last_step)
     batches = run.batches(job.source.train)
     start_s = time.perf_counter()
     for result in run.steps(batches, until=job.last_step):
@@ -47,6 +51,7 @@ def train(job: Job, observers: Sequence[Observer]) -> Summary:
         if last or _is_due(result.step, job.file.checkpoint.every):
             _save(job)
         if interrupted:
+            logger.info("stopped on request at step %d", run.step)
             break
         start_s = time.perf_counter()
     return Summary(step=run.step, interrupted=interrupted, checkpoint=job.checkpoints)
@@ -59,7 +64,9 @@ def _is_due(step: int, every: int) -> bool:
 def _evaluate_if_due(job: Job, step: int, last: bool) -> float | None:
     if job.source.held_out is None or not (last or _is_due(step, job.file.train.eval_every)):
         return None
-    return job.run.evaluate(job.source.held_out, job.file.train.eval_batches)
+    val_loss = job.run.evaluate(job.source.held_out, job.file.train.eval_batches)
+    logger.info("step %d: val_loss %.4f", step, val_loss)
+    return val_loss
 
 
 def _metrics(job: Job, result: StepResult, step_s: float, val_loss: float | None) -> StepMetrics:
@@ -76,4 +83,5 @@ def _metrics(job: Job, result: StepResult, step_s: float, val_loss: float | None
 
 
 def _save(job: Job) -> None:
-    job.run.save(job.checkpoints, keep=job.file.checkpoint.keep)
+    path = job.run.save(job.checkpoints, keep=job.file.checkpoint.keep)
+    logger.info("saved %s", path)

@@ -55,6 +55,7 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
         return None
     prepare_optimizers(parts.optimizers, path)
     state = load(path, _tensors(parts), process_group=_process_group())
+    logger.info("resumed from %s at step %d", path, state.step)
     for line in (*_changes(parts, state), *changed_settings(parts.optimizers, state.optimizer)):
         logger.warning("resumed from %s with other settings: %s", path, line)
     return state.step

@@ -1,0 +1,174 @@
+"""Trouble on purpose: failing, killed and interrupted ranks, bad data and broken checkpoints."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.command import DEADLINE_S, TINY, alive, ganglion, metrics_of, start_ganglion
+
+TWO = ["train", *TINY, "--nproc", "2", "--output.dir", "run"]
+LONG = [*TWO, "--train.steps", "100000"]
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> list[int]:
+    """Wait until some steps are done; return the ids of the processes it started."""
+    end_s = time.monotonic() + DEADLINE_S
+    path = folder / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < steps:
+        assert time.monotonic() < end_s, "no step was finished in time"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return [child.pid for child in psutil.Process(process.pid).children()]
+
+
+def wait_until_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
+    end_s = time.monotonic() + seconds
+    while alive(pids) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return alive(pids)
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
+    """A run of two processes that is under way; whatever is left of it is ended afterwards."""
+    process = start_ganglion(*LONG, cwd=tmp_path)
+    workers = wait_for_steps(process, tmp_path / "run", 3)
+    yield process, tmp_path, workers
+    for pid in alive([process.pid, *workers]):
+        psutil.Process(pid).kill()
+    process.communicate()
+
+
+LongRun = tuple[subprocess.Popen[str], Path, list[int]]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_stops_cleanly(long_run: LongRun, number: int, code: int) -> None:
+    process, cwd, workers = long_run
+    process.send_signal(number)
+    screen, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == code, errors
+    assert "stopping after this step, with a checkpoint" in errors
+    assert "Traceback" not in errors
+    assert "continue with: ganglion train --resume" in screen
+    assert wait_until_gone(workers) == []
+    done = len(metrics_of(cwd / "run"))
+    steps = ["--train.steps", str(done + 2)]
+    resumed = ganglion("train", "--resume", "--nproc", "2", "--output.dir", "run", *steps, cwd=cwd)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [r["step"] for r in metrics_of(cwd / "run")] == list(range(1, done + 3))
+
+
+def test_the_second_ctrl_c_stops_at_once(long_run: LongRun) -> None:
+    process, _, workers = long_run
+    for pid in workers:  # frozen ranks never finish their step
+        psutil.Process(pid).suspend()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130, errors
+    assert wait_until_gone(workers) == []
+
+
+def test_workers_do_not_outlive_a_killed_parent(long_run: LongRun) -> None:
+    process, _, workers = long_run
+    process.kill()
+    assert len(workers) == 2
+    assert wait_until_gone(workers) == []
+
+
+def test_a_killed_rank_is_named(long_run: LongRun) -> None:
+    process, _, workers = long_run
+    psutil.Process(workers[1]).kill()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "rank 1 failed: Signal 9 (SIGKILL)" in errors
+    assert wait_until_gone(workers) == []
+
+
+def test_a_failing_rank_shows_one_traceback(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "from torch import nn\n"
+        "class Bad(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if os.environ['RANK'] == '1' and self.training:\n"
+        "            raise ValueError('broken on purpose')\n"
+        "        return super().forward(x.flatten(1))\n"
+        "def build(width):\n"
+        "    return [Bad(width, 10)]\n"
+    )
+    options = ["--model.build", "mine:build", "--model.args.width", "784", "--data.kind", "images"]
+    result = ganglion(*TWO, *options, "--train.steps", "3", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "error: rank 1 failed: ValueError: broken on purpose" in result.stderr
+    assert result.stderr.count("Traceback") == 1
+    assert "mine.py" in result.stderr
+    assert result.stdout.count("Traceback") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--data.kind", "text", "--data.source", "nowhere"], "nowhere"),
+        (["--data.kind", "text", "--data.source", "empty"], "data.source"),
+        (["--data.kind", "text", "--data.source", "short.txt"], "data.seq_len"),
+        (["--data.kind", "images", "--data.source", "empty"], "data.source"),
+        (["--model.build", "nothing:build"], "model.build"),
+    ],
+    ids=["missing", "empty", "short", "no-images", "no-module"],
+)
+def test_bad_input_is_one_clear_line(options: list[str], text: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short.txt").write_text("abc")
+    arguments = ["train", *TINY, "--train.steps", "2", "--output.dir", "run"]
+    result = ganglion(*arguments, *options, cwd=tmp_path)
+    assert result.returncode == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_bad_input_in_two_processes_is_told_once(tmp_path: Path) -> None:
+    options = ["--data.kind", "text", "--data.source", "nowhere", "--train.steps", "2"]
+    result = ganglion(*TWO, *options, cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("nowhere") == 1
+    assert "DataError" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_corrupt_checkpoint_is_refused(tmp_path: Path) -> None:
+    first = ganglion(*TWO, "--train.steps", "4", "--checkpoint.every", "2", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    shard = sorted((newest / "shards").iterdir())[0]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 0xFF
+    shard.write_bytes(content)
+    again = ["train", "--resume", "--nproc", "2", "--output.dir", "run", "--train.steps", "6"]
+    result = ganglion(*again, cwd=tmp_path)
+    assert result.returncode == 1
+    assert shard.name in result.stderr
+    assert "step-00000002" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unfinished_checkpoint_is_not_used(tmp_path: Path) -> None:
+    first = ganglion(*TWO, "--train.steps", "2", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    (tmp_path / "run" / "checkpoints" / "step-00000099.incomplete").mkdir()
+    again = ["train", "--resume", "--nproc", "2", "--output.dir", "run"]
+    finished = ganglion(*again, cwd=tmp_path)
+    assert finished.returncode == 1
+    assert "the run is at step 2 already" in finished.stderr
+    longer = ganglion(*again, "--train.steps", "3", cwd=tmp_path)
+    assert longer.returncode == 0, longer.stderr
