@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,6 +17,8 @@ from hypothesis import settings
 settings.register_profile("ganglion", deadline=None)
 settings.load_profile("ganglion")
 
+TIERS = ("pure", "single", "dist")
+RAN: Counter[str] = Counter()
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,6 +38,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid-torch", action="store_true", help="make importing torch an error")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count what really ran, by tier; with several workers this is called in the main process."""
+    if report.when == "call":
+        RAN[Path(report.location[0]).parts[1]] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a whole run that has lost a tier: green without running is worse than red."""
+    config = session.config
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    if whole and not hasattr(config, "workerinput") and not all(RAN[tier] for tier in TIERS):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests of each tier ran."""
+    shown = ", ".join(f"{tier} {RAN[tier]}" for tier in TIERS)
+    terminalreporter.write_line(f"tests run by tier: {shown}")
 
 
 @pytest.fixture(autouse=True)

@@ -76,8 +76,6 @@ def launch_config(num_processes: int, logs: LogsSpecs | None = None) -> LaunchCo
         max_restarts=0,
         monitor_interval=0.05,
         logs_specs=logs,
-        # When one rank has failed, the others cannot finish: do not wait for them to try.
-        shutdown_timeout=1,
         # Ctrl-C is ours: the workers save a checkpoint and leave by themselves.
         signals_to_handle="SIGQUIT",
     )
@@ -97,7 +95,7 @@ def forwarded_signals() -> Iterator[list[int]]:
         if not again:
             typer.echo("\nstopping after this step, with a checkpoint (again: at once)", err=True)
         for child in psutil.Process().children():
-            child.send_signal(signal.SIGKILL if again else number)
+            child.send_signal(signal.SIGKILL if again else signal.SIGINT)
 
     before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
-    """Turns Ctrl-C and SIGTERM into a call, made when there is somebody to call."""
+    """Turns signals into a call, made when there is somebody to call."""
 
-    def __init__(self) -> None:
-        """Start with nothing received and nobody to call."""
+    def __init__(self, signals: Sequence[int]) -> None:
+        """Watch for `signals`; nothing received yet and nobody to call."""
+        self._signals = signals
         self._received = 0
         self._action: Callable[[], None] | None = None
 
@@ -31,7 +30,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         """Take over the signals."""
-        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        self._before = {number: signal.signal(number, self._handle) for number in self._signals}
         return self
 
     def __exit__(self, *error: object) -> None:

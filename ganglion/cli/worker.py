@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,16 +32,21 @@ from ganglion.train import Job, Observer, build_job, file_observers, train
 if TYPE_CHECKING:
     from ganglion.cli.train import TrainOptions
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ganglion.cli.worker")  # also when run as __main__
 
 _REFUSED = "refused: "
 
 
 def train_in_folder(
-    folder: Path, launch: Launch, *, resume: bool, world: World | None = None
+    folder: Path,
+    launch: Launch,
+    *,
+    resume: bool,
+    world: World | None = None,
+    stop_signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
 ) -> int:
     """Train what a prepared run folder describes; return 0, or 128 + signal when interrupted."""
-    with StopSignal() as stop:
+    with StopSignal(stop_signals) as stop:
         file, plan = read_folder(folder)
         log_to_file(folder / "logs" / f"rank{launch.rank}.log")
         torch.set_num_threads(file.train.threads or _threads(launch))
@@ -137,7 +144,9 @@ def main() -> None:
     end_with_parent()
     log_to_screen(level, sys.stdout)
     launch = read_launch(os.environ)
-    train_in_folder(Path(folder), launch, resume=bool(resume))
+    # The parent passes requests to stop on as SIGINT; SIGTERM is elastic ending us because another
+    # rank has failed, and there is nothing left to save with.
+    train_in_folder(Path(folder), launch, resume=bool(resume), stop_signals=(signal.SIGINT,))
 
 
 if __name__ == "__main__":

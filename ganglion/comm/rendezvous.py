@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ganglion.comm.collectives import Group, SoloGroup
-from ganglion.comm.torch_group import new_group
+from ganglion.comm.torch_group import WorldGroup, new_group
 from ganglion.comm.world import World
 from ganglion.errors import LaunchError, LayoutError
 from ganglion.topology import Launch, Mesh
@@ -46,8 +46,11 @@ def close_world(world: World) -> None:
 
 
 def _group_along(axes: tuple[str, ...], rank: int, mesh: Mesh, timeout_s: float) -> Group:
-    if mesh.group_of(rank, axes) == (rank,):
+    mine = mesh.group_of(rank, axes)
+    if mine == (rank,):
         return SoloGroup(rank)
+    if len(mine) == mesh.num_ranks:
+        return WorldGroup(mine, rank)
     # torch wants every rank to take part in making every group, in one order.
     made = [new_group(ranks, rank, timeout_s) for ranks in mesh.groups(axes)]
     return next(group for group in made if group is not None)

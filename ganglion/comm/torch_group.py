@@ -90,6 +90,19 @@ class TorchGroup:
         return Done() if work is None else TorchHandle(work, what, self.ranks)
 
 
+class WorldGroup(TorchGroup):
+    """The group of all ranks, which torch.distributed has from the start and keeps to the end."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
+        """Wrap the default process group."""
+        world = dist.group.WORLD
+        assert world is not None, "ranks meet before they talk"
+        super().__init__(ranks, rank, world)
+
+    def close(self) -> None:
+        """Leave the default group alone: others may hold it too."""
+
+
 def new_group(ranks: tuple[int, ...], rank: int, timeout_s: float) -> TorchGroup | None:
     """Create one process group; all ranks of the world must call this, members get the group."""
     group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
