@@ -151,6 +151,7 @@ _UNBUILT: dict[str, tuple[object, str]] = {
     "x": (1, "parallel.x"),
     "y": (1, "parallel.y"),
     "z": (1, "parallel.z"),
+    "schedule": ("one_f_one_b", "parallel.schedule"),
     "recompute": ("none", "memory.recompute"),
     "offload": ("none", "memory.offload"),
     "averaging": ("none", "averaging.method"),

@@ -66,10 +66,10 @@ class Case:
     bucket_mib: float = 0.002  # small, so that a small model still has several buckets
 
 
-def make_model(case: Case) -> nn.Module:
-    """Return the same model on every rank: threads share one random generator, so take turns."""
+def make_model(case: Case, seed: int = 1) -> nn.Module:
+    """Return the model of a seed on any rank: threads share one random generator: take turns."""
     with _ONE_AT_A_TIME, torch.random.fork_rng():
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         return build_model(SHAPES[case.model]).to(case.dtype)
 
 
@@ -99,9 +99,9 @@ def share_of(batch: Batch, world: World, plan: Plan) -> Batch:
     return batch[0][part], batch[1][part]
 
 
-def make_run(world: World, plan: Plan, case: Case) -> Run:
+def make_run(world: World, plan: Plan, case: Case, seed: int = 1) -> Run:
     return parallelize(
-        make_model(case),
+        make_model(case, seed),
         cross_entropy,
         OPTIMIZERS[case.optimizer],
         plan,

@@ -101,10 +101,15 @@ def changed_settings(optimizers: Sequence[Optimizer], record: Mapping[str, JSON]
     lines = []
     for now, then in zip(optimizer_settings(optimizers), saved, strict=False):
         current, before = cast(Mapping[str, JSON], now["settings"]), then["settings"]
-        for key in sorted(set(current) & set(before)):
+        for key in sorted((set(current) & set(before)) - _moving(current)):
             if current[key] != before[key]:
                 lines.append(f"{now['kind']} {key}: {before[key]} -> {current[key]}")
     return lines
+
+
+def _moving(settings: Mapping[str, JSON]) -> set[str]:
+    """Name what changes at every step by itself: the rate, where the base rate is known."""
+    return {"lr"} if "initial_lr" in settings else set()
 
 
 def _check_kinds(optimizers: Sequence[Optimizer], record: Mapping[str, JSON], path: Path) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ganglion
+from ganglion.cli.machine import usable_cores
 from ganglion.units import format_bytes
 
 PACKAGES = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "tensorboard", "psutil")
@@ -58,7 +59,7 @@ def _machine() -> Table:
         "mpi": dist.is_mpi_available(),
     }
     table = _table("machine")
-    table.add_row("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+    table.add_row("cores", f"{usable_cores()} usable of {os.cpu_count()}")
     table.add_row(
         "memory", f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
     )
@@ -100,7 +101,7 @@ def sum_over_ranks() -> tuple[float, float]:
     """Sum rank + 1 over the ranks; return the result and the fastest time of a few."""
     import torch
 
-    from ganglion.comm import close_world, open_world
+    from ganglion.comm import open_world
     from ganglion.topology import Mesh, read_launch
 
     launch = read_launch(os.environ)
@@ -112,5 +113,5 @@ def sum_over_ranks() -> tuple[float, float]:
         start_s = time.perf_counter()
         world.group("data").all_reduce(tensor).wait()
         times.append(time.perf_counter() - start_s)
-    close_world(world)
+    world.close()
     return float(tensor.mean()), min(times)

@@ -1,11 +1,7 @@
-"""The run folder: where a run writes, prepared before anything is launched.
+"""The run folder: prepared before anything is launched, and never spoilt by a refused resume.
 
-runs/quickstart-20260101-120000/
-  run.toml plan.json          what was asked for, as resolved
-  metrics.jsonl tensorboard/  what came out, step by step
-  trace/ logs/                what each rank did and said
-  checkpoints/                what to continue from
-  model.safetensors           the weights at the end, under serial names
+A resumed run may change its settings. They are written as `run.toml.next` and `plan.json.next`
+and take their final names only when the checkpoint has accepted them.
 """
 
 from __future__ import annotations
@@ -13,67 +9,94 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from ganglion.checkpoint import latest_checkpoint
 from ganglion.config import RunFile, load_run_file, read_toml, render_run_file
+from ganglion.config.run_folder import CHECKPOINTS, LOGS, METRICS_FILE, PLAN_FILE, RUN_FILE, RUNS
 from ganglion.errors import ConfigError
 from ganglion.plan import Plan
 
-RUNS = Path("runs")
-RUN_FILE = "run.toml"
-PLAN_FILE = "plan.json"
-METRICS_FILE = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
-MODEL_FILE = "model.safetensors"
+_NEXT = ".next"
 
 
 def prepare_folder(file: RunFile, plan: Plan, name: str, *, resume: bool) -> Path:
     """Make the run folder, or take the one to resume, and write the resolved run into it."""
     folder = Path(file.output.dir) if file.output.dir else _new_folder(name)
-    if not resume and (folder / RUN_FILE).exists():
+    if not resume and _has_results(folder):
         raise ConfigError(
             f"output.dir = {str(folder)!r} already holds a run: add --resume to continue it, or "
             f"name another folder"
         )
+    ending = _NEXT if resume else ""
     try:
-        for part in (folder, folder / "logs", folder / CHECKPOINTS):
+        for part in (folder, folder / LOGS, folder / CHECKPOINTS):
             part.mkdir(parents=True, exist_ok=True)
-        (folder / RUN_FILE).write_text(render_run_file(_as_resolved(file, plan, folder)), "utf-8")
-        (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
+        text = render_run_file(_as_resolved(file, plan, folder))
+        (folder / (RUN_FILE + ending)).write_text(text, "utf-8")
+        (folder / (PLAN_FILE + ending)).write_text(plan.to_json(), "utf-8")
     except OSError as error:
         raise ConfigError(f"output.dir = {str(folder)!r} cannot be written: {error}") from error
     return folder
 
 
-def read_folder(folder: Path) -> tuple[RunFile, Plan]:
-    """Read a run's resolved file and plan back."""
-    if not (folder / RUN_FILE).exists():
-        raise ConfigError(f"{folder} holds no run: it has no {RUN_FILE}; check the path")
-    file = load_run_file(read_toml(folder / RUN_FILE), source=str(folder / RUN_FILE))
-    plan_path = folder / PLAN_FILE
+def accept_resumed(folder: Path) -> None:
+    """Make the settings of a resumed run the run's own."""
+    for name in (RUN_FILE, PLAN_FILE):
+        (folder / (name + _NEXT)).replace(folder / name)
+
+
+def read_folder(folder: Path, *, resumed: bool = False) -> tuple[RunFile, Plan]:
+    """Read a run's resolved file and plan back; `resumed`: those not accepted yet."""
+    ending = _NEXT if resumed else ""
+    run_path, plan_path = (folder / (name + ending) for name in (RUN_FILE, PLAN_FILE))
+    if not run_path.exists():
+        raise ConfigError(f"{folder} holds no run: it has no {run_path.name}; check the path")
+    file = load_run_file(read_toml(run_path), source=str(run_path))
     return file, Plan.from_json(plan_path.read_text(encoding="utf-8"), str(plan_path))
 
 
-def newest_run() -> Path:
-    """Return the run folder below `runs/` that was written to last."""
-    found = [path.parent for path in RUNS.glob(f"*/{RUN_FILE}")]
-    if not found:
+def newest_run(name: str = "") -> Path:
+    """Return the run below `runs/` with the newest checkpoint, among those of this name."""
+    folders = [path.parent for path in Path(RUNS).glob(f"{name}*/{RUN_FILE}")]
+    newest = {f: p for f in folders if (p := latest_checkpoint(f / CHECKPOINTS)) is not None}
+    if not newest:
         raise ConfigError(
-            f"--resume found no run below {RUNS}/: name the folder with --output.dir DIR"
+            f"--resume found no run with a checkpoint below {RUNS}/: name the folder with "
+            f"--output.dir DIR"
         )
-    return max(found, key=lambda folder: (folder / RUN_FILE).stat().st_mtime)
+    return max(newest, key=lambda folder: newest[folder].stat().st_mtime)
+
+
+def _has_results(folder: Path) -> bool:
+    metrics = folder / METRICS_FILE
+    trained = metrics.exists() and metrics.stat().st_size > 0
+    return trained or latest_checkpoint(folder / CHECKPOINTS) is not None
 
 
 def _new_folder(name: str) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = RUNS / f"{name}-{stamp}"
+    folder = Path(RUNS) / f"{name}-{stamp}"
     suffix = 2
     while folder.exists():
-        folder = RUNS / f"{name}-{stamp}-{suffix}"
+        folder = Path(RUNS) / f"{name}-{stamp}-{suffix}"
         suffix += 1
     return folder
 
 
 def _as_resolved(file: RunFile, plan: Plan, folder: Path) -> RunFile:
-    """Fill in what was left open, so that resuming takes the same folder and the same layout."""
-    output = file.output.model_copy(update={"dir": str(folder)})
-    parallel = file.parallel.model_copy(update={"data": plan.data})
-    return file.model_copy(update={"output": output, "parallel": parallel})
+    """Write every decision of the plan into the file, so that it alone gives the same run again."""
+    changes: dict[str, dict[str, object]] = {
+        "parallel": {
+            **plan.mesh().sizes(),
+            "schedule": plan.schedule,
+            "stage_boundaries": list(plan.stage_boundaries),
+            "rank_order": list(plan.rank_order),
+        },
+        "train": {"microbatch_size": plan.microbatch_size, "precision": plan.precision},
+        "memory": {"recompute": plan.recompute, "offload": plan.offload},
+        "averaging": {"method": plan.averaging, "servers": plan.servers},
+        "output": {"dir": str(folder)},
+    }
+    sections = {
+        name: getattr(file, name).model_copy(update=values) for name, values in changes.items()
+    }
+    return file.model_copy(update=sections)

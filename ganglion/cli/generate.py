@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ganglion.cli.folder import CHECKPOINTS, read_folder
+from ganglion.cli.folder import read_folder
 from ganglion.config import RunFile
+from ganglion.config.run_folder import CHECKPOINTS
 from ganglion.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

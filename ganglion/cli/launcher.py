@@ -20,6 +20,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 FAILED = 1
 
 
+class StoppedBeforeStart(Exception):
+    """A signal came before there was a worker to pass it on to."""
+
+
 class RankLogs(LogsSpecs):
     """Streams of each rank go to `logs/`; only rank 0 keeps the terminal, for the progress."""
 
@@ -57,9 +61,11 @@ def run_processes(folder: Path, num_processes: int, resume: bool, log_level: str
         try:
             launch(*arguments)
         except ChildFailedError as error:
-            if not received:
+            if not received or _told(error):
                 show_failure(error, folder)
-            return 128 + received[0] if received else FAILED
+                return FAILED
+        except StoppedBeforeStart:
+            pass
     return 128 + received[0] if received else 0
 
 
@@ -92,9 +98,12 @@ def forwarded_signals() -> Iterator[list[int]]:
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
         again = len(received) > 1
+        workers = psutil.Process().children()
+        if not workers:
+            raise StoppedBeforeStart
         if not again:
             typer.echo("\nstopping after this step, with a checkpoint (again: at once)", err=True)
-        for child in psutil.Process().children():
+        for child in workers:
             child.send_signal(signal.SIGKILL if again else signal.SIGINT)
 
     before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -115,13 +124,22 @@ def show_failure(error: ChildFailedError, folder: Path) -> None:
     typer.echo(f"logs of all ranks: {folder / 'logs'}", err=True)
 
 
+def _told(error: ChildFailedError) -> list[ProcessFailure]:
+    """Return the failures that left a message: a worker ended by a signal leaves none."""
+    return [f for f in error.failures.values() if isinstance(_message(f), dict)]
+
+
+def _message(failure: ProcessFailure) -> object:
+    return failure.error_file_data.get("message", "")
+
+
 def _lateness(failure: ProcessFailure) -> tuple[bool, int]:
     """Order failures so that the cause comes first: a lost peer is somebody else's death."""
     return "PeerLost" in _read_failure(failure)[0], failure.timestamp
 
 
 def _read_failure(failure: ProcessFailure) -> tuple[str, str]:
-    record = failure.error_file_data.get("message", "")
+    record = _message(failure)
     if not isinstance(record, dict):
         return failure.message, ""
     message = str(record.get("message", failure.message))

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ganglion.checkpoint import latest_checkpoint
-from ganglion.cli.folder import CHECKPOINTS, METRICS_FILE, MODEL_FILE, read_folder
+from ganglion.cli.folder import read_folder
 from ganglion.cli.generate import is_text_model, sample_text
+from ganglion.config.run_folder import CHECKPOINTS, METRICS_FILE, MODEL_FILE
 from ganglion.trace import StepMetrics, read_metrics
 from ganglion.units import format_bytes, format_count, format_duration
 

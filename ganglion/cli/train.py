@@ -10,7 +10,8 @@ from typing import Any
 
 import typer
 
-from ganglion.cli.folder import RUN_FILE, newest_run, prepare_folder
+from ganglion.cli.cache import cache_folder
+from ganglion.cli.folder import newest_run, prepare_folder
 from ganglion.cli.summary import print_summary
 from ganglion.config import (
     Override,
@@ -22,9 +23,19 @@ from ganglion.config import (
     resolve,
 )
 from ganglion.config.recipes import QUICKSTART, recipe
+from ganglion.config.run_folder import RUN_FILE
 from ganglion.errors import ConfigError
 from ganglion.plan import Plan
 from ganglion.topology import Launch, read_launch
+
+# What a plan file decides; the run file's own values for these are not used beside one.
+_DECIDED_BY_PLAN = (
+    "parallel.",
+    "memory.",
+    "averaging.",
+    "train.microbatch_size",
+    "train.precision",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +54,14 @@ class TrainOptions:
 def train_command(options: TrainOptions) -> int:
     """Train as the options say; return the exit code."""
     launch = read_launch(os.environ)
-    file = read_run_file(options)
+    file = read_run_file(options, launch)
     if options.print_config:
         typer.echo(render_run_file(file))
         return 0
     plan = make_plan(options, file, launch)
     plan.require_built()
+    if launch.local_rank == 0:
+        prepare_data(file)
     if launch.launcher == "alone":
         return _train_alone(options, file, plan)
     from ganglion.cli.worker import train_under_launcher
@@ -70,25 +83,48 @@ def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
     return code
 
 
-def read_run_file(options: TrainOptions) -> RunFile:
+def prepare_data(file: RunFile) -> None:
+    """Refuse missing data, and turn text into tokens, before ranks wait for each other."""
+    from ganglion.data import find_idx_folder, prepare_tokens
+
+    data = file.data
+    if data.kind == "text":
+        prepare_tokens(data.source, data.tokenizer, data.bpe_vocab_size, cache_folder())
+    elif data.kind == "images" and data.source not in ("", "generated"):
+        find_idx_folder(data.source)
+
+
+def read_run_file(options: TrainOptions, launch: Launch) -> RunFile:
     """Return the run file with its overrides; a resumed run starts from its own."""
     overrides = [Override(key, text) for key, text in options.overrides]
+    if options.resume:
+        return _read_resumed(options, overrides, launch)
     if options.run_file is not None:
-        tables: Mapping[str, Any] = read_toml(options.run_file)
-        source = str(options.run_file)
-    elif options.resume:
-        folder = _resumed_folder(overrides)
-        tables, source = read_toml(folder / RUN_FILE), str(folder / RUN_FILE)
-        if options.nproc is not None:  # a resumed run may change its number of replicas
-            overrides.insert(0, Override("parallel.data", "auto"))
-    else:
-        tables, source = recipe(QUICKSTART), QUICKSTART
-    return load_run_file(tables, overrides, source)
+        return load_run_file(read_toml(options.run_file), overrides, str(options.run_file))
+    return load_run_file(recipe(QUICKSTART), overrides, QUICKSTART)
 
 
-def _resumed_folder(overrides: list[Override]) -> Path:
-    named = [Path(o.text) for o in overrides if o.key == "output.dir"]
-    folder = named[-1] if named else newest_run()
+def _read_resumed(options: TrainOptions, overrides: list[Override], launch: Launch) -> RunFile:
+    """Lay the user's wishes over the run's own file, in the folder where the run is now."""
+    given = read_toml(options.run_file) if options.run_file is not None else {}
+    folder = _resumed_folder(options, overrides, given)
+    tables = given or read_toml(folder / RUN_FILE)
+    softened = [Override("train.stop_at", "0")]  # where it stopped is not where it shall stop
+    if options.nproc is not None or launch.launcher != "alone":
+        softened.append(Override("parallel.data", "auto"))
+    source = str(options.run_file or folder / RUN_FILE)
+    base = [] if given else softened
+    return load_run_file(tables, [*base, *overrides, Override("output.dir", str(folder))], source)
+
+
+def _resumed_folder(
+    options: TrainOptions, overrides: list[Override], given: Mapping[str, Any]
+) -> Path:
+    named = [o.text for o in overrides if o.key == "output.dir"]
+    in_file = given.get("output", {}).get("dir", "")
+    if not named and not in_file:
+        return newest_run(f"{options.run_file.stem}-" if options.run_file else "")
+    folder = Path(named[-1] if named else in_file)
     if not (folder / RUN_FILE).exists():
         raise ConfigError(
             f"--resume: output.dir = {str(folder)!r} holds no run; leave out --resume to start one"
@@ -108,8 +144,9 @@ def make_plan(options: TrainOptions, file: RunFile, launch: Launch) -> Plan:
         started = launch.num_ranks
     if options.plan_file is None:
         return resolve(file, started)
-    if any(key.startswith("parallel.") for key, _ in options.overrides):
-        raise ConfigError("--plan and --parallel.* contradict each other: leave out one of them")
+    twice = [key for key, _ in options.overrides if key.startswith(_DECIDED_BY_PLAN)]
+    if twice:
+        raise ConfigError(f"--plan and --{twice[0]} contradict each other: leave out one of them")
     try:
         text = options.plan_file.read_text(encoding="utf-8")
     except OSError as error:

@@ -16,14 +16,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ganglion.checkpoint import latest_checkpoint
 from ganglion.cli.cache import cache_folder
-from ganglion.cli.folder import CHECKPOINTS, MODEL_FILE, prepare_folder, read_folder
+from ganglion.cli.folder import accept_resumed, prepare_folder, read_folder
 from ganglion.cli.lifeline import end_with_parent
 from ganglion.cli.logs import log_to_file, log_to_screen
+from ganglion.cli.machine import usable_cores
 from ganglion.cli.progress import Progress
 from ganglion.cli.stopping import StopSignal
 from ganglion.cli.summary import print_summary
 from ganglion.comm import World, open_world
 from ganglion.config import RunFile
+from ganglion.config.run_folder import CHECKPOINTS, LOGS, MODEL_FILE
 from ganglion.errors import CheckpointError, GanglionError
 from ganglion.plan import Plan
 from ganglion.topology import Launch, read_launch
@@ -47,8 +49,8 @@ def train_in_folder(
 ) -> int:
     """Train what a prepared run folder describes; return 0, or 128 + signal when interrupted."""
     with StopSignal(stop_signals) as stop:
-        file, plan = read_folder(folder)
-        log_to_file(folder / "logs" / f"rank{launch.rank}.log")
+        file, plan = read_folder(folder, resumed=resume)
+        log_to_file(folder / LOGS / f"rank{launch.rank}.log")
         torch.set_num_threads(file.train.threads or _threads(launch))
         logger.info(
             "rank %d of %d, started by %s, %d threads, plan %s",
@@ -104,6 +106,8 @@ def _resume(job: Job) -> None:
             f"the run is at step {job.run.step} already and was to end at step {job.last_step}: "
             f"raise train.steps or train.stop_at to go on"
         )
+    if job.run.world.rank == 0:
+        accept_resumed(job.folder)
 
 
 def _train_watched(job: Job) -> None:
@@ -134,7 +138,7 @@ def _publish_model(folder: Path) -> None:
 
 
 def _threads(launch: Launch) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // launch.local_num_ranks)
+    return max(1, usable_cores() // launch.local_num_ranks)
 
 
 @record

@@ -2,7 +2,7 @@
 
 from ganglion.comm.collectives import MAX, SUM, Done, Group, Handle, SoloGroup
 from ganglion.comm.local import run_threads
-from ganglion.comm.rendezvous import close_world, open_world, torch_world
+from ganglion.comm.rendezvous import open_world, torch_world
 from ganglion.comm.world import World
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Handle",
     "SoloGroup",
     "World",
-    "close_world",
     "open_world",
     "run_threads",
     "torch_world",

@@ -21,6 +21,10 @@ MAX = "max"
 class Handle(Protocol):
     """A started collective."""
 
+    @property
+    def finished_s(self) -> float | None:
+        """When it was done, on time.perf_counter; None if it is not, or nobody could see it."""
+
     def wait(self) -> None:
         """Return when the result is in place; raise CommError if it will never be."""
 
@@ -61,6 +65,8 @@ class Group(Protocol):
 
 class Done:
     """The handle of a collective that had nothing to wait for."""
+
+    finished_s: float | None = None
 
     def wait(self) -> None:
         """Return at once."""

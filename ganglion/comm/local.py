@@ -10,6 +10,7 @@ them in order of rank, so results never depend on arrival.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -35,6 +36,7 @@ class _Meeting:
         self.deposits: list[Tensor | None] = [None] * size
         self.results: list[Tensor] | None = None
         self.error: BaseException | None = None
+        self.finished_s: float | None = None
         self.complete = threading.Event()
         self.lock = threading.Lock()
 
@@ -42,12 +44,12 @@ class _Meeting:
 class _Exchange:
     """What the threads of one group share: the meetings, numbered in call order."""
 
-    def __init__(self, ranks: tuple[int, ...], timeout_s: float) -> None:
+    def __init__(self, ranks: tuple[int, ...], timeout_s: float, failed: str | None) -> None:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.meetings: dict[int, _Meeting] = {}
         self.lock = threading.Lock()
-        self.failed: str | None = None
+        self.failed = failed
 
     def meeting(self, number: int) -> _Meeting:
         with self.lock:
@@ -80,6 +82,7 @@ class _LocalHandle:
         self._index = index
         self._output = output
         self._waited = False
+        self.finished_s: float | None = None
 
     def wait(self) -> None:
         """Return when the result is in place."""
@@ -93,6 +96,7 @@ class _LocalHandle:
         if meeting.results is None:
             raise PeerLost(f"{self._missing(meeting)}: {self._exchange.failed}")
         self._output.copy_(meeting.results[self._index])
+        self.finished_s = meeting.finished_s
         self._waited = True
         self._exchange.leave(self._number)
 
@@ -177,6 +181,7 @@ class LocalGroup:
             )
         else:
             meeting.results = [result.reshape(-1) for result in combine(parts)]
+        meeting.finished_s = time.perf_counter()
         meeting.complete.set()
 
 
@@ -196,6 +201,7 @@ class LocalHub:
         self._timeout_s = timeout_s
         self._exchanges: dict[tuple[tuple[str, ...], tuple[int, ...]], _Exchange] = {}
         self._lock = threading.Lock()
+        self._failed: str | None = None
 
     def world(self, rank: int) -> World:
         """Return the world as one thread sees it."""
@@ -205,16 +211,18 @@ class LocalHub:
             if len(ranks) == 1:
                 return SoloGroup(rank)
             with self._lock:
+                # A group made after a failure must not wait for a rank that will never come.
                 exchange = self._exchanges.setdefault(
-                    (axes, ranks), _Exchange(ranks, self._timeout_s)
+                    (axes, ranks), _Exchange(ranks, self._timeout_s, self._failed)
                 )
             return LocalGroup(exchange, ranks.index(rank))
 
         return World(rank, self._mesh, group_along)
 
     def fail(self, reason: str) -> None:
-        """Wake all waiting threads: one of them has failed."""
+        """Wake all threads that wait now or later: one of them has failed."""
         with self._lock:
+            self._failed = self._failed or reason
             exchanges = list(self._exchanges.values())
         for exchange in exchanges:
             exchange.fail(reason)

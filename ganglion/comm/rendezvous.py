@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 
 import torch
@@ -38,13 +39,6 @@ def torch_world(rank: int, mesh: Mesh, timeout_s: float) -> World:
     return World(rank, mesh, group_along)
 
 
-def close_world(world: World) -> None:
-    """Close the world's groups and leave torch.distributed."""
-    world.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _group_along(axes: tuple[str, ...], rank: int, mesh: Mesh, timeout_s: float) -> Group:
     mine = mesh.group_of(rank, axes)
     if mine == (rank,):
@@ -66,8 +60,16 @@ def _meet(launch: Launch, timeout_s: float) -> None:
             world_size=launch.num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
+        # One meeting a process: a second one at the same store would wait for ever, and a group
+        # that a user's script made is the user's to destroy.
+        atexit.register(_leave)
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError) as error:
         raise _unmet(launch, error) from error
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _unmet(launch: Launch, error: Exception) -> LaunchError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ganglion.comm.collectives import MAX, SUM, Done, Handle
-from ganglion.errors import PeerLost
+from ganglion.errors import CommError, PeerLost, ProtocolError
 
 _OPS = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
 # torch 2.13 renamed these two and warns about the old names.
@@ -17,21 +18,49 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+# What Gloo, NCCL and their stores say when a peer is gone; anything else is about the call.
+_SIGNS_OF_LOSS = ("connect", "closed", "timed out", "timeout", "reset by peer", "broken pipe")
+_SIGNS_OF_MISUSE = ("scalar type", "data type", "dtype")
+
+
 class TorchHandle:
     """A started torch.distributed work whose failure names what was awaited, and from whom."""
 
-    def __init__(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
-        """Wrap `work`; `what` and `ranks` go into the error message."""
+    def __init__(
+        self, work: dist.Work, what: str, ranks: tuple[int, ...], tensor: Tensor | None
+    ) -> None:
+        """Wrap `work`; `what`, `ranks` and `tensor` go into the error message."""
         self._work = work
         self._what = what
         self._ranks = ranks
+        self._tensor = tensor
+        # A list of its own: a callback that held this handle, and so its work, would leak both.
+        self._stamps: list[float] = []
+        if tensor is not None and tensor.device.type == "cpu":
+            _stamp_end(work, self._stamps)
+
+    @property
+    def finished_s(self) -> float | None:
+        """When the work was done; None on GPUs, whose futures are ready before their kernels."""
+        return self._stamps[0] if self._stamps else None
 
     def wait(self) -> None:
-        """Block until done; a dead or silent peer becomes PeerLost."""
+        """Block until done; a lost peer becomes PeerLost, a refused dtype ProtocolError."""
         try:
             self._work.wait()
         except RuntimeError as error:
+            text = str(error).lower()
+            if any(sign in text for sign in _SIGNS_OF_MISUSE):
+                raise _refused(self._what, self._ranks, self._tensor, error) from error
             raise _peer_lost(self._what, self._ranks, error) from error
+
+
+def _stamp_end(work: dist.Work, stamps: list[float]) -> None:
+    try:
+        future = work.get_future()
+    except RuntimeError:  # Gloo's reduce_scatter has none
+        return
+    future.add_done_callback(lambda _: stamps.append(time.perf_counter()))
 
 
 class TorchGroup:
@@ -48,6 +77,7 @@ class TorchGroup:
         """Combine `tensor` over all members, in place."""
         return self._start(
             "all_reduce",
+            tensor,
             lambda: dist.all_reduce(tensor, _OPS[op], group=self.process_group, async_op=True),
         )
 
@@ -55,6 +85,7 @@ class TorchGroup:
         """Concatenate every member's `tensor` along dim 0 into `output`."""
         return self._start(
             "all_gather",
+            tensor,
             lambda: _all_gather(output, tensor, group=self.process_group, async_op=True),
         )
 
@@ -62,6 +93,7 @@ class TorchGroup:
         """Combine `tensor` over all members and keep this member's equal part of dim 0."""
         return self._start(
             "reduce_scatter",
+            tensor,
             lambda: _reduce_scatter(
                 output, tensor, _OPS[op], group=self.process_group, async_op=True
             ),
@@ -71,23 +103,28 @@ class TorchGroup:
         """Copy the tensor of the member at position `root` to all others, in place."""
         return self._start(
             "broadcast",
+            tensor,
             lambda: dist.broadcast(tensor, group_src=root, group=self.process_group, async_op=True),
         )
 
     def barrier(self) -> None:
         """Return when every member has arrived."""
-        self._start("barrier", lambda: dist.barrier(group=self.process_group, async_op=True)).wait()
+        self._start(
+            "barrier", None, lambda: dist.barrier(group=self.process_group, async_op=True)
+        ).wait()
 
     def close(self) -> None:
         """Destroy the process group."""
         dist.destroy_process_group(self.process_group)
 
-    def _start(self, what: str, call: Callable[[], dist.Work | None]) -> Handle:
+    def _start(
+        self, what: str, tensor: Tensor | None, call: Callable[[], dist.Work | None]
+    ) -> Handle:
         try:
             work = call()
-        except RuntimeError as error:
-            raise _peer_lost(what, self.ranks, error) from error
-        return Done() if work is None else TorchHandle(work, what, self.ranks)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise _not_started(what, self.ranks, tensor, error) from error
+        return Done() if work is None else TorchHandle(work, what, self.ranks, tensor)
 
 
 class WorldGroup(TorchGroup):
@@ -105,8 +142,30 @@ class WorldGroup(TorchGroup):
 
 def new_group(ranks: tuple[int, ...], rank: int, timeout_s: float) -> TorchGroup | None:
     """Create one process group; all ranks of the world must call this, members get the group."""
-    group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+    try:
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # the store's errors, dist.DistError, are such too
+        raise _peer_lost("new_group", ranks, error) from error
     return TorchGroup(ranks, rank, group) if rank in ranks else None
+
+
+def _not_started(
+    what: str, ranks: tuple[int, ...], tensor: Tensor | None, error: Exception
+) -> CommError:
+    text = str(error).lower()
+    if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOSS):
+        return _peer_lost(what, ranks, error)
+    return _refused(what, ranks, tensor, error)
+
+
+def _refused(
+    what: str, ranks: tuple[int, ...], tensor: Tensor | None, error: Exception
+) -> ProtocolError:
+    given = "" if tensor is None else f" for a tensor of {tensor.dtype}, {tuple(tensor.shape)}"
+    return ProtocolError(
+        f"{what} of ranks {list(ranks)} cannot be carried out{given}: {error}; give it a dtype "
+        f"and a shape that torch.distributed accepts"
+    )
 
 
 def _peer_lost(what: str, ranks: tuple[int, ...], error: RuntimeError) -> PeerLost:

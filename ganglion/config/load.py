@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -46,7 +46,7 @@ def load_run_file(
     try:
         return RunFile.model_validate(merged)
     except ValidationError as error:
-        raise _explain(error.errors()[0], source) from error
+        raise _explain(error.errors(), source) from error
 
 
 def _copy(table: Any) -> Any:
@@ -60,17 +60,36 @@ def _apply(tables: dict[str, Any], override: Override) -> None:
         raise ConfigError(f"--{override.key}: {section} is not a section of the run file")
     first, _, rest = key.partition(".")
     if rest:  # a key of a table, such as model.args.width
-        table[first] = {**table.get(first, {}), rest: _parse(override.text)}
+        inner = _inner_table(table, section, first, override)
+        table[first] = {**inner, rest: _parse(override.text)}
     elif _is_text(section, first):
         table[first] = override.text
     else:
         table[first] = _parse(override.text)
 
 
+def _inner_table(
+    table: Mapping[str, Any], section: str, key: str, override: Override
+) -> Mapping[str, Any]:
+    old = table.get(key, {})
+    kind = _kind(section, key)
+    if not isinstance(old, Mapping) or (kind is not None and get_origin(kind) is not dict):
+        raise ConfigError(
+            f"--{override.key}: {section}.{key} is not a table of keys; write --{section}.{key} "
+            f"{override.text}"
+        )
+    return old
+
+
 def _is_text(section: str, key: str) -> bool:
     """Say whether a field is plain text, so that `--output.dir 2024` stays text."""
+    return _kind(section, key) is str
+
+
+def _kind(section: str, key: str) -> Any:
+    """Return the type of a field, or None for a key that nobody knows."""
     fields = _sections()[section].model_fields if section in _sections() else {}
-    return key in fields and fields[key].annotation is str
+    return fields[key].annotation if key in fields else None
 
 
 def _sections() -> dict[str, type[Section]]:
@@ -90,12 +109,23 @@ def _parse(text: str) -> Any:
         return text
 
 
-def _explain(detail: ErrorDetails, source: str) -> ConfigError:
-    key = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
+def _explain(details: list[ErrorDetails], source: str) -> ConfigError:
+    first = details[0]
+    key = _user_key(first["loc"])
+    if first["type"] == "extra_forbidden":
         return UnknownKeyError(f"{source}: unknown key {key!r}; {_nearest(key)}")
-    found = detail["input"]
-    return ConfigError(f"{source}: {key} = {found!r} cannot be used: {_lower(detail['msg'])}")
+    # A value that may be of several types has one complaint for each of them.
+    complaints = [_lower(d["msg"]) for d in details if _user_key(d["loc"]) == key]
+    return ConfigError(
+        f"{source}: {key} = {first['input']!r} cannot be used: {', or '.join(complaints)}"
+    )
+
+
+def _user_key(loc: tuple[str | int, ...]) -> str:
+    """Return the part of an error's place that a user wrote; pydantic adds the types it tried."""
+    kind = _kind(str(loc[0]), str(loc[1])) if len(loc) > 1 else None
+    depth = 3 if kind is None or get_origin(kind) in (dict, list) else 2
+    return ".".join(str(part) for part in loc[:depth])
 
 
 def _lower(message: str) -> str:

@@ -29,8 +29,13 @@ def _render_value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value)  # a JSON string is a TOML basic string
+        return _quote(value)
     if isinstance(value, Mapping):
-        pairs = (f"{json.dumps(key)} = {_render_value(item)}" for key, item in value.items())
+        pairs = (f"{_quote(key)} = {_render_value(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
     return "[" + ", ".join(_render_value(item) for item in value) + "]"
+
+
+def _quote(text: str) -> str:
+    """Write a TOML basic string: JSON's, but for surrogate escapes, and DEL must be escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

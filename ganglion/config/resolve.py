@@ -60,9 +60,18 @@ def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
 
 
 def model_shape(
-    model: ModelSection, *, num_outputs: int, input_shape: tuple[int, ...]
+    model: ModelSection,
+    *,
+    num_outputs: int,
+    input_shape: tuple[int, ...],
+    tokens: bool | None = None,
 ) -> ModelShape:
-    """Complete a model section with what only the data know: classes and input shape."""
+    """Complete a model section with what only the data know: classes and input shape.
+
+    `num_outputs` is the number of token ids or classes, 0 if the data do not say. `tokens` says
+    whether samples are token ids; None leaves out the check that the model is made for them.
+    """
+    check_data(model, num_outputs=num_outputs, input_shape=input_shape, tokens=tokens)
     if model.kind == "gpt":
         return _gpt_shape(model, model.vocab_size or num_outputs, input_shape[0])
     if model.kind == "mlp":
@@ -80,6 +89,34 @@ def model_shape(
     return ConvShape(
         image_size=input_shape[-1], num_channels=input_shape[0], num_outputs=num_outputs
     )
+
+
+def check_data(
+    model: ModelSection, *, num_outputs: int, input_shape: tuple[int, ...], tokens: bool | None
+) -> None:
+    """Refuse a built-in model that cannot be trained on the data."""
+    if model.kind == "gpt" and tokens is False:
+        raise LayoutError(
+            f'model.kind = "gpt" needs token ids, but data.kind gives samples of shape '
+            f'{input_shape} that are not: set data.kind = "text" or "synthetic", or model.kind = '
+            f'"mlp"'
+        )
+    if model.kind != "gpt" and tokens:
+        raise LayoutError(
+            f'model.kind = "{model.kind}" needs numbers, but data.kind gives sequences of '
+            f'{input_shape[0]} token ids: set model.kind = "gpt" or data.kind = "images"'
+        )
+    if model.kind == "gpt" and 0 < model.vocab_size < num_outputs:
+        raise LayoutError(
+            f"model.vocab_size = {model.vocab_size} is less than the {num_outputs} token ids of "
+            f"data.kind: set model.vocab_size = 0 (as many as there are) or at least {num_outputs}"
+        )
+    if num_outputs < 1 and not (model.kind == "gpt" and model.vocab_size):
+        raise LayoutError(
+            f'model.kind = "{model.kind}" has as many outputs as the data have classes, but the '
+            f'data set of data.kind = "dataset" has num_classes = {num_outputs}: give it an '
+            f"attribute num_classes of at least 1"
+        )
 
 
 def num_blocks(model: ModelSection) -> int | None:

@@ -6,7 +6,7 @@ the reference manual of the run file.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -71,7 +71,7 @@ class DataSection(Section):
 class ParallelSection(Section):
     """How the processes share the work."""
 
-    data: int | Literal["auto"] = Field(
+    data: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description='replicas of the model; "auto": processes / (pipe * x * y * z)'
     )
     pipe: int = Field(1, ge=1, description="pipeline stages")
@@ -96,7 +96,11 @@ class OptimizerSection(Section):
         "adamw", description="adamw, sgd, or muon (matrices; adamw for the rest)"
     )
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices")
+    weight_decay: float = Field(
+        0.1,
+        ge=0,
+        description="of matrices: decoupled (adamw, muon), or added to gradients (sgd)",
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="adamw: added to the denominator")
@@ -135,7 +139,7 @@ class OutputSection(Section):
     dir: str = Field("", description='run folder; "": runs/NAME-DATE-TIME')
     tensorboard: bool = Field(True, description="write TensorBoard event files")
     sample_tokens: int = Field(160, ge=0, description="length of the sample shown at the end (gpt)")
-    sample_prompt: str = Field("def ", description="how that sample begins")
+    sample_prompt: str = Field("def ", min_length=1, description="how that sample begins")
 
 
 class TraceSection(Section):

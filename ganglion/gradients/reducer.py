@@ -51,12 +51,14 @@ class GradientReducer:
             for member in bucket.members
         }
         self._views = {id(p): p.grad for p in self._parameters}
+        self._names = {id(p): name for name, p in parameters.items()}
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
             for p in self._parameters
         ]
         self._armed = False
         self._missing: list[int] = []
+        self._final: set[int] = set()
         self._started: list[tuple[Handle, float]] = []
 
     def zero(self) -> None:
@@ -69,6 +71,7 @@ class GradientReducer:
     def arm(self) -> None:
         """Say that the next backward is the last one of the step."""
         self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._final.clear()
         self._armed = True
 
     def finish(self, step: int) -> None:
@@ -83,7 +86,7 @@ class GradientReducer:
                 COMM,
                 "reduce",
                 start_s,
-                self._recorder.clock(),
+                self._end_s(handle, start_s),
                 step=step,
                 axis="data",
                 num_bytes=buffer.numel() * buffer.element_size(),
@@ -101,12 +104,22 @@ class GradientReducer:
                 "a gradient was replaced during the step (zero_grad(set_to_none=True) or "
                 "p.grad = ...): leave gradients to the run, it zeroes them before each step"
             )
-        if not self._armed:
+        if not (self._armed and self._overlap):
             return
-        self._missing[self._bucket_of[id(parameter)]] -= 1
+        self._count_final(parameter)
         # One fixed order on all ranks, whatever order autograd finishes in: collectives must match.
-        while self._overlap and self._is_next_complete():
+        while self._is_next_complete():
             self._start_next()
+
+    def _count_final(self, parameter: Tensor) -> None:
+        if id(parameter) in self._final:
+            raise ConfigError(
+                f"the gradient of {self._names[id(parameter)]!r} became final twice in one "
+                f"backward, as in two segments of checkpoint(use_reentrant=True), so it cannot be "
+                f"reduced while backward runs: use checkpoint(..., use_reentrant=False)"
+            )
+        self._final.add(id(parameter))
+        self._missing[self._bucket_of[id(parameter)]] -= 1
 
     def _is_next_complete(self) -> bool:
         number = len(self._started)
@@ -116,6 +129,14 @@ class GradientReducer:
         buffer = self.buffers[len(self._started)]
         start_s = self._recorder.clock()
         self._started.append((self._group.all_reduce(buffer), start_s))
+
+    def _end_s(self, handle: Handle, start_s: float) -> float:
+        """Return when a reduction was over, which may be long before somebody waited for it."""
+        now_s, finished_s = self._recorder.clock(), handle.finished_s
+        # A recorder may run on another clock than the handle: such a time would lie outside.
+        if finished_s is not None and start_s <= finished_s <= now_s:
+            return finished_s
+        return now_s
 
     def _plan(self, bucket_bytes: int) -> list[Bucket]:
         """Bucket each dtype apart, for a buffer has one; buckets keep the order of backward."""

@@ -3,6 +3,7 @@
 from ganglion.models.blocks import (
     BlockModel,
     Blocks,
+    evaluation_mode,
     named_blocks,
     named_buffers,
     named_parameters,
@@ -26,6 +27,7 @@ __all__ = [
     "build_user_blocks",
     "call_function",
     "cross_entropy",
+    "evaluation_mode",
     "generate",
     "load_function",
     "loss_function",

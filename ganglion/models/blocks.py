@@ -9,7 +9,8 @@ parameter's name is its block's name, a dot and its name inside the block, which
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -62,11 +63,15 @@ def named_parameters(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
 
 
 def named_buffers(blocks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return every buffer, persistent or not, once, under its first qualified name."""
+    """Return every persistent buffer once, under its first qualified name.
+
+    Buffers registered with persistent=False are left out, as in a state dict: a module makes them
+    again from its own arguments, so they are neither saved nor copied between replicas.
+    """
     first: dict[int, str] = {}
     return {
         name: buffer
-        for name, buffer in _all_buffers(blocks)
+        for name, buffer in _persistent_buffers(blocks)
         if first.setdefault(id(buffer), name) == name
     }
 
@@ -89,6 +94,15 @@ def _all_parameters(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.P
 def _all_buffers(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for block_name, block in blocks.items():
         yield from block.named_buffers(prefix=block_name, remove_duplicate=False)
+
+
+def _persistent_buffers(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for block_name, block in blocks.items():
+        # Each module knows which of its own buffers are not saved; no public method tells.
+        for path, module in block.named_modules(prefix=block_name, remove_duplicate=False):
+            for name, buffer in module.named_buffers(prefix=path, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer
 
 
 def _blocks_of_module(model: nn.Module) -> dict[str, nn.Module]:
@@ -143,3 +157,16 @@ def _check_unique_names(blocks: Mapping[str, nn.Module]) -> None:
                 f"blocks {list(blocks)}"
             )
         seen.add(name)
+
+
+@contextmanager
+def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put every module in evaluation mode, and each submodule back in its own mode afterwards."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for part, _ in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

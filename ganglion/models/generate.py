@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
 from ganglion.errors import ConfigError, LayoutError
+from ganglion.models.blocks import evaluation_mode
 
 
 @torch.no_grad()
@@ -29,7 +27,7 @@ def generate(
     """
     _check_arguments(prompt, num_tokens, seq_len, temperature, top_k)
     tokens = prompt
-    with _evaluating(model):
+    with evaluation_mode([model]):
         for _ in range(num_tokens):
             logits = model(tokens[:, -seq_len:])[:, -1].float()
             tokens = torch.cat((tokens, _pick(logits, temperature, top_k, generator)), dim=1)
@@ -48,18 +46,6 @@ def _pick(
     # Largest logit at 0 first: dividing by a tiny temperature must not overflow.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return torch.multinomial(scaled.softmax(dim=-1), num_samples=1, generator=generator)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, and each back in its own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _check_arguments(

@@ -7,6 +7,7 @@ and it looks at a mapping it is given.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _torchrun(environment)
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        return _srun(environment)
+        # One task has nobody to meet; inside `srun --pty bash` it may start processes of its own.
+        return Launch() if environment.get("SLURM_NTASKS") == "1" else _srun(environment)
     return Launch()
 
 
@@ -53,17 +55,24 @@ def _srun(environment: Mapping[str, str]) -> Launch:
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
         "SLURM_TASKS_PER_NODE", "1"
     )
-    # Ports of two jobs on one host must differ, and all tasks of a job must agree on one.
-    port = 20_000 + _number(environment, "SLURM_JOB_ID", 0) % 20_000
     return Launch(
         rank=_number(environment, "SLURM_PROCID"),
         num_ranks=_number(environment, "SLURM_NTASKS"),
         local_rank=_number(environment, "SLURM_LOCALID"),
         local_num_ranks=_tasks_of_node(tasks, _number(environment, "SLURM_NODEID", 0)),
         master_addr=environment.get("MASTER_ADDR") or first_host(nodes),
-        master_port=_number(environment, "MASTER_PORT", port),
+        master_port=_number(environment, "MASTER_PORT", _step_port(environment)),
         launcher="srun",
     )
+
+
+def _step_port(environment: Mapping[str, str]) -> int:
+    """Choose a port that all tasks of a step agree on and other steps on its hosts do not."""
+    step = environment["SLURM_STEP_ID"]
+    # Special steps have names, such as "extern"; hash() would differ from process to process.
+    number = int(step) if step.isdecimal() else zlib.crc32(step.encode())
+    # A factor, or the second step of a job would get the port of the first one of the next job.
+    return 20_000 + (_number(environment, "SLURM_JOB_ID", 0) + 1009 * number) % 20_000
 
 
 def first_host(nodelist: str) -> str:
@@ -89,6 +98,11 @@ def _tasks_of_node(tasks: str, node: int) -> int:
 
 
 def _text(environment: Mapping[str, str], name: str) -> str:
+    if name not in environment and name.startswith("SLURM_"):
+        raise LaunchError(
+            f"{name} is not set, though SLURM_PROCID and SLURM_STEP_ID are: start with srun, or "
+            f"unset SLURM_PROCID to run alone"
+        )
     if name not in environment:
         raise LaunchError(
             f"{name} is not set, though RANK or WORLD_SIZE is: start with torchrun or srun, or "

@@ -19,7 +19,11 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One interval on one lane of one rank."""
+    """One interval on one lane of one rank.
+
+    `step` counts from 0: the update being worked on, so events of step 0 lead to the metrics
+    record of step 1.
+    """
 
     rank: int
     lane: str

@@ -37,9 +37,22 @@ def _finite(value: float | None) -> float | None:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Read a metrics file back; a null number reads as not-a-number."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [_from_record(json.loads(line)) for line in lines if line]
+    """Read a metrics file back; a null number reads as not-a-number.
+
+    A last line that a crash left half-written is ignored; any other bad line is an error.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    if lines and not _is_json(lines[-1]):
+        lines.pop()
+    return [_from_record(json.loads(line)) for line in lines]
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def _from_record(record: dict[str, float | None]) -> StepMetrics:
@@ -55,10 +68,9 @@ class MetricsFile:
 
     def __init__(self, path: Path, first_step: int) -> None:
         """Open for the steps after `first_step`; drop later lines, which a resumed run repeats."""
-        kept = [r for r in read_metrics(path) if r.step <= first_step] if path.exists() else []
-        self._file = path.open("w", encoding="utf-8")
-        for record in kept:
-            self.write(record)
+        if path.exists():
+            _rewrite(path, [r for r in read_metrics(path) if r.step <= first_step])
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepMetrics) -> None:
         """Append one record."""
@@ -68,3 +80,10 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file; further writes are errors."""
         self._file.close()
+
+
+def _rewrite(path: Path, records: list[StepMetrics]) -> None:
+    """Replace a file by these records in one step: a crash leaves the old one or the new one."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text("".join(r.to_json() + "\n" for r in records), encoding="utf-8")
+    beside.replace(path)

@@ -1,7 +1,7 @@
 """Where the parts are joined: build, parallelize, step, loop."""
 
 from ganglion.train.job import Job, build_blocks, build_job
-from ganglion.train.loop import Observer, Summary, train
+from ganglion.train.loop import Observer, train
 from ganglion.train.observers import file_observers
 from ganglion.train.parallelize import parallelize
 from ganglion.train.run import Run, StepResult
@@ -11,7 +11,6 @@ __all__ = [
     "Observer",
     "Run",
     "StepResult",
-    "Summary",
     "build_blocks",
     "build_job",
     "file_observers",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ganglion.comm import World
 from ganglion.config import RunFile, model_shape
+from ganglion.config.run_folder import CHECKPOINTS
 from ganglion.data import (
     DataSource,
     MapDataset,
@@ -20,7 +21,9 @@ from ganglion.data import (
     open_text,
     save_tokenizer,
 )
+from ganglion.data.batches import read_sample
 from ganglion.models import (
+    LossFn,
     build_model,
     build_user_blocks,
     call_function,
@@ -36,10 +39,11 @@ from ganglion.train.learning_rate import warmup_cosine
 from ganglion.train.optimizers import optimizer_factory
 from ganglion.train.parallelize import parallelize
 from ganglion.train.peak import count_flops, machine_peak
-from ganglion.train.replica import LossFn
 from ganglion.train.run import Run
 
 SYNTHETIC_VOCAB_SIZE = 256
+# Whether samples are token ids; of a data set of the user's own, nobody knows.
+_HAS_TOKENS = {"text": True, "synthetic": True, "images": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,7 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         """The folder of this run's checkpoints."""
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     @property
     def unit(self) -> str:
@@ -80,7 +84,7 @@ def build_job(
 ) -> Job:
     """Build everything a run file names; called by every rank at the same time."""
     device = pick_device(launch.local_rank)
-    source = _open_in_turn(file, world, launch, cache_dir)
+    source = open_source(file, cache_dir)
     if world.rank == 0 and source.tokenizer is not None:
         save_tokenizer(source.tokenizer, folder)
     blocks = build_blocks(file, source.num_classes, source.input_shape)
@@ -105,7 +109,12 @@ def build_blocks(
     torch.manual_seed(file.train.seed)
     if file.model.build:
         return build_user_blocks(file.model.build, file.model.args)
-    shape = model_shape(file.model, num_outputs=num_outputs, input_shape=input_shape)
+    shape = model_shape(
+        file.model,
+        num_outputs=num_outputs,
+        input_shape=input_shape,
+        tokens=_HAS_TOKENS.get(file.data.kind),
+    )
     return named_blocks(build_model(shape))
 
 
@@ -140,16 +149,6 @@ def _parallelize(
     )
 
 
-def _open_in_turn(file: RunFile, world: World, launch: Launch, cache_dir: Path) -> DataSource:
-    """Let one rank of each host prepare the data; the others then find it in the cache."""
-    if launch.local_rank == 0:
-        source = open_source(file, cache_dir)
-        world.barrier()
-        return source
-    world.barrier()
-    return open_source(file, cache_dir)
-
-
 def open_source(file: RunFile, cache_dir: Path) -> DataSource:
     """Open the data that a run file names."""
     data, seed = file.data, file.train.seed
@@ -173,5 +172,5 @@ def open_source(file: RunFile, cache_dir: Path) -> DataSource:
 
 
 def _one_sample(dataset: MapDataset) -> tuple[Tensor, Tensor]:
-    inputs, targets = dataset[0]
-    return torch.as_tensor(inputs)[None], torch.as_tensor(targets)[None]
+    inputs, targets = read_sample(dataset, 0)
+    return inputs[None], targets[None]

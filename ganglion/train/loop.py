@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from ganglion.trace import StepMetrics
@@ -14,15 +12,6 @@ from ganglion.train.job import Job
 from ganglion.train.run import StepResult
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """How a training ended."""
-
-    step: int
-    interrupted: bool
-    checkpoint: Path
 
 
 class Observer(Protocol):
@@ -35,26 +24,26 @@ class Observer(Protocol):
         """Finish; also called when training failed."""
 
 
-def train(job: Job, observers: Sequence[Observer]) -> Summary:
+def train(job: Job, observers: Sequence[Observer]) -> None:
     """Train until the job's last step, or until some rank was asked to stop."""
-    run, interrupted = job.run, False
+    run = job.run
     logger.info("training from step %d to %d", run.step, job.last_step)
     batches = run.batches(job.source.train)
     start_s = time.perf_counter()
     for result in run.steps(batches, until=job.last_step):
         step_s = time.perf_counter() - start_s
-        interrupted = result.stop_requested and result.step < job.last_step
-        last = interrupted or result.step == job.last_step
-        metrics = _metrics(job, result, step_s, _evaluate_if_due(job, result.step, last))
+        last = result.step == job.last_step
+        interrupted = result.stop_requested and not last
+        # Who asked to stop is waiting: save at once, and leave the evaluation out.
+        val_loss = None if interrupted else _evaluate_if_due(job, result.step, last)
         for observer in observers:
-            observer.on_step(metrics)
-        if last or _is_due(result.step, job.file.checkpoint.every):
+            observer.on_step(_metrics(job, result, step_s, val_loss))
+        if last or interrupted or _is_due(result.step, job.file.checkpoint.every):
             _save(job)
         if interrupted:
             logger.info("stopped on request at step %d", run.step)
-            break
+            return
         start_s = time.perf_counter()
-    return Summary(step=run.step, interrupted=interrupted, checkpoint=job.checkpoints)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ganglion.config.run_folder import METRICS_FILE, TENSORBOARD, TRACE
 from ganglion.trace import MetricsFile, Recorder, StepMetrics
 from ganglion.train.job import Job
 from ganglion.train.loop import Observer
@@ -28,11 +29,11 @@ class MetricsObserver:
 class TensorBoardObserver:
     """Writes the same numbers as TensorBoard scalars."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open an event file below `folder`."""
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Open an event file below `folder` that takes the place of points after `first_step`."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Write one point of every curve."""
@@ -71,15 +72,15 @@ def file_observers(job: Job) -> list[Observer]:
     if job.file.trace.enabled:
         observers.append(TraceObserver(_trace_path(job, rank), job.run.recorder))
     if rank == 0:
-        observers.append(MetricsObserver(job.folder / "metrics.jsonl", job.run.step))
+        observers.append(MetricsObserver(job.folder / METRICS_FILE, job.run.step))
         if job.file.output.tensorboard:
-            observers.append(TensorBoardObserver(job.folder / "tensorboard"))
+            observers.append(TensorBoardObserver(job.folder / TENSORBOARD, job.run.step))
     return observers
 
 
 def _trace_path(job: Job, rank: int) -> Path:
     """Name this rank's trace; a resumed run has its own, for it may repeat steps."""
-    folder = job.folder / "trace"
+    folder = job.folder / TRACE
     folder.mkdir(exist_ok=True)
     begin = f"-from-{job.run.step}" if job.run.step else ""
     return folder / f"rank{rank}{begin}.jsonl"

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from ganglion.comm import World, open_world
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientReducer
-from ganglion.models import Blocks, named_blocks, named_buffers, named_parameters
+from ganglion.models import Blocks, LossFn, named_blocks, named_buffers, named_parameters
 from ganglion.plan import Plan
-from ganglion.topology import Placement, read_launch
+from ganglion.topology import read_launch
 from ganglion.trace import Recorder
 from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, constant
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
 from ganglion.train.parts import RunParts
-from ganglion.train.replica import LossFn, Replica
+from ganglion.train.replica import Replica
 from ganglion.train.run import Run
 from ganglion.units import MIB
 
@@ -71,7 +71,6 @@ def parallelize(
         device=device,
         parameters=parameters,
         buffers=buffers,
-        placements={name: Placement(shape=tuple(p.shape)) for name, p in parameters.items()},
         replica=Replica(named, loss_fn, plan, device, reducer, recorder),
         reducer=reducer,
         optimizers=build_optimizers(optimizer_factory, _trainable(parameters)),

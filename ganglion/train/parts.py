@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from ganglion.comm import World
 from ganglion.gradients import GradientReducer
 from ganglion.plan import Plan
-from ganglion.topology import Placement
 from ganglion.trace import Recorder
 from ganglion.train.learning_rate import LrFactor
 from ganglion.train.replica import Replica
@@ -27,7 +26,6 @@ class RunParts:
     device: torch.device
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
-    placements: Mapping[str, Placement]
     replica: Replica
     reducer: GradientReducer
     optimizers: Sequence[Optimizer]

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from ganglion.comm import World
-from ganglion.train.replica import LossFn
+from ganglion.models import LossFn
 
 logger = logging.getLogger(__name__)
 

@@ -6,18 +6,18 @@ behind the same two methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from ganglion.errors import DataError
 from ganglion.gradients import GradientReducer
+from ganglion.models import LossFn, evaluation_mode
 from ganglion.plan import Plan
 from ganglion.trace import COMPUTE, Recorder
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
 Batch = tuple[Tensor, Tensor]
 
 
@@ -92,16 +92,3 @@ class Replica:
         for start in range(0, self._plan.share_size, size):
             part = slice(start, start + size)
             yield inputs[part].to(self._device), targets[part].to(self._device)
-
-
-@contextmanager
-def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Switch modules to evaluation, and back to what each was."""
-    modes = [module.training for module in modules]
-    for module in modules:
-        module.eval()
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.train(mode)

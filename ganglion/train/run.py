@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ganglion.checkpoint import JSON
-from ganglion.comm import close_world
 from ganglion.data import Batches, MapDataset, Sampler, share_index
+from ganglion.data.sampler import mix_seed
 from ganglion.gradients import clip_by_norm, global_norm
 from ganglion.trace import COMPUTE, HOST
 from ganglion.train.device import peak_bytes
@@ -45,7 +46,8 @@ class Run:
     def __init__(self, parts: RunParts) -> None:
         """Take the parts; users call `ganglion.parallelize` instead."""
         self._parts = parts
-        self._base_lrs = [g["lr"] for o in parts.optimizers for g in o.param_groups]
+        for group in self._groups():
+            group.setdefault("initial_lr", group["lr"])  # torch's own name for the base rate
         self._stop = False
         self._drawn: list[Batches] = []
         self.plan = parts.plan
@@ -82,7 +84,8 @@ class Run:
         """Return the mean loss over the first global batches of a data set."""
         self.drain()
         drawn = self._draw(dataset, 0, False, first_step=0)
-        losses = [float(self._parts.replica.evaluate(drawn.at(i))) for i in range(num_batches)]
+        with self.recorder.span(COMPUTE, "evaluate", step=self.step - 1):
+            losses = [float(self._parts.replica.evaluate(drawn.at(i))) for i in range(num_batches)]
         table = self.world.gather_numbers([sum(losses) / num_batches])
         return float(table.mean())
 
@@ -104,7 +107,7 @@ class Run:
     ) -> Path:
         """Write a checkpoint below `folder` and keep the newest `keep`; called by all ranks."""
         self.drain()
-        with self.recorder.span(HOST, "checkpoint", step=self.step):
+        with self.recorder.span(HOST, "checkpoint", step=self.step - 1):
             return save_run(Path(folder), self._parts, self.step, keep, extra or {})
 
     def load(self, folder: str | Path) -> bool:
@@ -123,11 +126,11 @@ class Run:
         return {name: p.grad for name, p in named if p.grad is not None}
 
     def close(self) -> None:
-        """Leave the other ranks; the run cannot be used afterwards."""
+        """Release threads, hooks and groups; the run cannot be used afterwards."""
         for drawn in self._drawn:
             drawn.close()
         self._parts.reducer.close()
-        close_world(self.world)
+        self.world.close()
 
     def __enter__(self) -> Run:
         """Return the run; it is closed when the `with` block ends."""
@@ -149,7 +152,7 @@ class Run:
     def _seed_step(self) -> None:
         """Make dropout a function of (seed, step, share), so that resuming needs no state."""
         share = share_index(self.world.coordinates, self.world.mesh)
-        torch.manual_seed(hash((self._parts.seed, self.step, share)) & (2**63 - 1))
+        torch.manual_seed(mix_seed(self._parts.seed, self.step, share))
 
     def _clip(self) -> Tensor:
         buffers = self._parts.reducer.buffers
@@ -160,12 +163,14 @@ class Run:
 
     def _update(self) -> float:
         factor = self._parts.lr_factor(self.step)
-        groups = [g for optimizer in self._parts.optimizers for g in optimizer.param_groups]
-        for group, base_lr in zip(groups, self._base_lrs, strict=True):
-            group["lr"] = base_lr * factor
+        for group in self._groups():
+            group["lr"] = group["initial_lr"] * factor
         for optimizer in self._parts.optimizers:
             optimizer.step()
-        return float(self._base_lrs[0] * factor)
+        return float(self._groups()[0]["lr"])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [g for optimizer in self._parts.optimizers for g in optimizer.param_groups]
 
     def _agree(self, loss: Tensor, grad_norm: Tensor, lr: float) -> StepResult:
         """Exchange the few numbers of a step, so that every rank reports the same."""

@@ -18,8 +18,11 @@ from ganglion.checkpoint import (
     optimizer_record,
     optimizer_tensors,
     prepare_optimizers,
+    remove_incomplete,
     save,
 )
+from ganglion.comm import World
+from ganglion.errors import CheckpointError
 from ganglion.train.parts import RunParts
 
 logger = logging.getLogger(__name__)
@@ -37,12 +40,14 @@ def save_run(
         optimizer=optimizer_record(parts.optimizers),
         extra={**extra, "seed": parts.seed},
     )
+    if parts.world.rank == 0:
+        remove_incomplete(folder)
     return save(
         folder,
         _tensors(parts),
         state,
         parts.world,
-        process_group=_process_group(),
+        process_group=_process_group(parts.world),
         keep=keep,
         export=parts.model_tensors(),
     )
@@ -50,11 +55,11 @@ def save_run(
 
 def load_run(folder: Path, parts: RunParts) -> int | None:
     """Fill the run from the newest checkpoint below `folder`; return its step, if there is one."""
-    path = latest_checkpoint(folder)
+    path = _agree_on_newest(folder, parts.world)
     if path is None:
         return None
     prepare_optimizers(parts.optimizers, path)
-    state = load(path, _tensors(parts), process_group=_process_group())
+    state = load(path, _tensors(parts), process_group=_process_group(parts.world))
     logger.info("resumed from %s at step %d", path, state.step)
     for line in (*_changes(parts, state), *changed_settings(parts.optimizers, state.optimizer)):
         logger.warning("resumed from %s with other settings: %s", path, line)
@@ -75,5 +80,19 @@ def _changes(parts: RunParts, state: SavedState) -> list[str]:
     return [f"{name}: {then} -> {now}" for name, (then, now) in pairs.items() if then != now]
 
 
-def _process_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None
+def _agree_on_newest(folder: Path, world: World) -> Path | None:
+    """Let rank 0 choose: a file system may show the ranks different things at one moment."""
+    found = ""
+    if world.rank == 0:
+        remove_incomplete(folder)
+        found = str(latest_checkpoint(folder) or "")
+    found = world.broadcast_text(found)
+    return Path(found) if found else None
+
+
+def _process_group(world: World) -> dist.ProcessGroup | None:
+    if world.num_ranks > 1 and not dist.is_initialized():
+        raise CheckpointError(
+            f"{world.num_ranks} ranks that are threads cannot save or load together: use processes"
+        )
+    return dist.group.WORLD if world.num_ranks > 1 else None

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from ganglion import Plan
+from ganglion.config import load_run_file, read_toml, resolve
 from tests.command import DEADLINE_S, TINY, environment, ganglion, metrics_of
 
 METRICS = {"step", "loss", "grad_norm", "tokens_per_s", "step_s", "lr", "peak_bytes"}
 TWO = ["train", *TINY, "--nproc", "2"]
+
+
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "ganglion"),
+]
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -60,7 +69,7 @@ def test_metrics_have_every_key_every_step(whole_run: tuple[Path, str]) -> None:
 
 
 def test_the_screen_tells_the_story(whole_run: tuple[Path, str]) -> None:
-    folder, screen = whole_run
+    _, screen = whole_run
     for part in ("2 processes (data=2)", "step 1/8", "step 8/8", "tokens/s", "% of peak", "left"):
         assert part in screen
     assert "run folder: run" in screen
@@ -84,11 +93,9 @@ def test_stopped_and_resumed_equals_never_stopped(
     assert stopped.returncode == 0, stopped.stderr
     assert "continue with: ganglion train --resume --output.dir run" in stopped.stdout
     assert len(losses_of(tmp_path / "run")) == 3
-    resumed = ganglion(
-        "train", "--resume", "--nproc", "2", "--output.dir", "run", "--train.stop_at", "0",
-        cwd=tmp_path,
-    )  # fmt: skip
+    resumed = ganglion("train", "--resume", "--output.dir", "run", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
+    assert "2 processes" in resumed.stdout
     assert losses_of(tmp_path / "run") == losses_of(whole_run[0])
 
 
@@ -102,11 +109,9 @@ def test_another_number_of_processes_sees_the_same_batches(
 
 
 def test_torchrun(whole_run: tuple[Path, str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    script = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "ganglion"]
     options = ["train", *TINY, "--train.steps", "8", "--output.dir", "run"]
     result = subprocess.run(
-        [*command, *script, *options],
+        [*TORCHRUN, *options],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -136,8 +141,10 @@ def slurm_task(rank: int, port: int, cwd: Path) -> subprocess.Popen[str]:
         "MASTER_PORT": str(port),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "ganglion", "train", *TINY, "--train.steps", "8"]
-        + ["--train.timeout_s", "10", "--output.dir", "run"],
+        [
+            *(sys.executable, "-m", "ganglion", "train", *TINY, "--train.steps", "8"),
+            *("--train.timeout_s", "10", "--output.dir", "run"),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -169,15 +176,45 @@ def test_a_wrong_world_size_is_refused_before_anything_starts(tmp_path: Path) ->
     result = ganglion("train", *TINY, "--parallel.data", "2", cwd=tmp_path, env=env)
     assert result.returncode == 2
     assert "= 2 processes, but 3 were started" in result.stderr
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_file_is_followed(whole_run: tuple[Path, str], tmp_path: Path) -> None:
-    plan = str(whole_run[0] / "plan.json")
-    options = ["--train.steps", "2", "--output.dir", "run", "--plan", plan]
-    result = ganglion("train", *TINY, *options, cwd=tmp_path)
+def test_a_plan_file_is_followed_and_recorded(tmp_path: Path) -> None:
+    plan = Plan(data=1, microbatch_size=4, num_microbatches=2, precision="bf16")
+    (tmp_path / "p.json").write_text(plan.to_json())
+    (tmp_path / "my.toml").write_text("[train]\nglobal_batch_size = 8\n")
+    options = ["--train.steps", "2", "--train.stop_at", "1", "--plan", "p.json"]
+    tiny = [*TINY[:10], *TINY[14:]]  # all but the batch, which the plan and my.toml decide
+    result = ganglion("train", "my.toml", *tiny, *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert losses_of(tmp_path / "run") == losses_of(whole_run[0])[:2]
+    (folder,) = (tmp_path / "runs").iterdir()
+    file = load_run_file(read_toml(folder / "run.toml"))
+    assert resolve(file) == plan
+    resumed = ganglion("train", "my.toml", *tiny, "--train.steps", "2", "--plan", "p.json",
+                       "--resume", cwd=tmp_path)  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(losses_of(folder)) == 2
+
+
+def test_ctrl_c_under_torchrun_stops_cleanly(tmp_path: Path) -> None:
+    options = ["train", *TINY, "--train.steps", "100000", "--output.dir", "run"]
+    process = subprocess.Popen(
+        [*TORCHRUN, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    end_s = time.monotonic() + DEADLINE_S
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert process.poll() is None and time.monotonic() < end_s
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=DEADLINE_S)
+    done = len(losses_of(tmp_path / "run"))
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{done:08d}"]
 
 
 def test_checkpoints_are_kept_as_asked(tmp_path: Path) -> None:

@@ -79,6 +79,27 @@ def test_the_second_ctrl_c_stops_at_once(long_run: LongRun) -> None:
     assert wait_until_gone(workers) == []
 
 
+def test_a_ctrl_c_before_the_first_worker_is_not_lost(tmp_path: Path) -> None:
+    process = start_ganglion(*LONG, cwd=tmp_path)
+    while not (tmp_path / "run" / "plan.json").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    time.sleep(0.3)  # torch is being imported: no handler, or a handler without workers
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_ctrl_c_with_one_process(tmp_path: Path) -> None:
+    process = start_ganglion("train", *TINY, *LONG[len(TWO) - 2 :], cwd=tmp_path)
+    wait_for_steps(process, tmp_path / "run", 3)
+    process.send_signal(signal.SIGINT)
+    screen, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, errors
+    assert "checkpoint: run/checkpoints/step-" in screen
+
+
 def test_workers_do_not_outlive_a_killed_parent(long_run: LongRun) -> None:
     process, _, workers = long_run
     process.kill()
@@ -137,13 +158,16 @@ def test_bad_input_is_one_clear_line(options: list[str], text: str, tmp_path: Pa
     assert "Traceback" not in result.stderr
 
 
-def test_bad_input_in_two_processes_is_told_once(tmp_path: Path) -> None:
+def test_bad_input_in_two_processes_is_told_once_and_can_be_corrected(tmp_path: Path) -> None:
     options = ["--data.kind", "text", "--data.source", "nowhere", "--train.steps", "2"]
     result = ganglion(*TWO, *options, cwd=tmp_path)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.count("nowhere") == 1
-    assert "DataError" in result.stderr
     assert "Traceback" not in result.stderr
+    corrected = [*options[:2], "--data.source", "good.txt", "--train.steps", "1"]
+    (tmp_path / "good.txt").write_text("a b c d " * 100)
+    again = ganglion(*TWO, *corrected, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
 
 
 def test_a_corrupt_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -162,13 +186,20 @@ def test_a_corrupt_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_an_unfinished_checkpoint_is_not_used(tmp_path: Path) -> None:
-    first = ganglion(*TWO, "--train.steps", "2", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    (tmp_path / "run" / "checkpoints" / "step-00000099.incomplete").mkdir()
-    again = ["train", "--resume", "--nproc", "2", "--output.dir", "run"]
+def test_a_refused_resume_spoils_nothing(tmp_path: Path) -> None:
+    """Wrong settings, a finished run and an unfinished checkpoint; then the right thing works."""
+    one = ["train", *TINY, "--output.dir", "run", "--train.steps", "2"]
+    assert ganglion(*one, cwd=tmp_path).returncode == 0
+    unfinished = tmp_path / "run" / "checkpoints" / "step-00000099.incomplete"
+    unfinished.mkdir()
+    again = ["train", "--resume", "--output.dir", "run"]
+    wider = ganglion(*again, "--model.hidden", "32", "--train.steps", "3", cwd=tmp_path)
+    assert wider.returncode == 2
+    assert "Traceback" not in wider.stderr
     finished = ganglion(*again, cwd=tmp_path)
-    assert finished.returncode == 1
+    assert finished.returncode == 2
     assert "the run is at step 2 already" in finished.stderr
     longer = ganglion(*again, "--train.steps", "3", cwd=tmp_path)
     assert longer.returncode == 0, longer.stderr
+    assert "WARNING" not in longer.stdout + longer.stderr
+    assert not unfinished.exists()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ganglion.comm import MAX, World, run_threads, torch_world
+from ganglion.comm.torch_group import new_group
+from ganglion.errors import PeerLost, ProtocolError
 from ganglion.topology import Mesh
 from tests.harness import RankFailed, Ranks
 
@@ -62,3 +66,75 @@ def test_a_dead_peer_is_peer_lost() -> None:
     with pytest.raises(RankFailed, match=r"PeerLost: all_reduce of ranks \[0, 1\] failed"):
         pool.run(2, reduce_with_a_dead_peer)
     pool.close()
+
+
+def stamp_before_waiting(world: World) -> tuple[float, float | None, float]:
+    group = world.group("data")
+    start_s = time.perf_counter()
+    handle = group.all_reduce(torch.zeros(1000))
+    while handle.finished_s is None and time.perf_counter() < start_s + 30:
+        time.sleep(0.001)
+    seen_s = time.perf_counter()
+    handle.wait()
+    return start_s, handle.finished_s, seen_s
+
+
+def test_a_handle_tells_when_its_collective_was_done(ranks: Ranks) -> None:
+    """The end of a collective is known before anybody waits for it."""
+    for start_s, finished_s, seen_s in ranks.run(2, stamp_before_waiting):
+        assert finished_s is not None
+        assert start_s <= finished_s <= seen_s
+
+
+def refused_calls(world: World) -> list[str]:
+    group, messages = world.group("data"), []
+    for call in (
+        lambda: group.all_reduce(torch.zeros(3, dtype=torch.int16)),
+        lambda: group.all_gather(torch.zeros(5), torch.zeros(2)),
+    ):
+        try:
+            call().wait()
+        except ProtocolError as error:
+            messages.append(str(error))
+    group.barrier()
+    return messages
+
+
+def test_a_call_that_torch_refuses_blames_the_call(ranks: Ranks) -> None:
+    """No peer is lost: the group is still of use afterwards."""
+    for dtype, sizes in ranks.run(2, refused_calls):
+        assert "all_reduce of ranks [0, 1] cannot" in dtype
+        assert "torch.int16, (3,): Invalid scalar type" in dtype
+        assert "all_gather of ranks [0, 1] cannot" in sizes
+        assert "torch.float32, (2,)" in sizes
+
+
+def failing_starts(world: World) -> list[str]:
+    """Make torch fail at the start of a call as it does when a connection is lost."""
+    group, kinds = world.group("data"), []
+    real_reduce, real_new = dist.all_reduce, dist.new_group
+
+    def lost(*args: object, **options: object) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+    def alone(*args: object, **options: object) -> None:
+        raise dist.DistStoreError("wait timeout after 2000ms")
+
+    dist.all_reduce, dist.new_group = lost, alone
+    try:
+        for call in (
+            lambda: group.all_reduce(torch.zeros(1)),
+            lambda: new_group((0, 1), world.rank, timeout_s=1.0),
+        ):
+            try:
+                call()
+            except PeerLost as error:
+                kinds.append(str(error).split(":")[0])
+    finally:
+        dist.all_reduce, dist.new_group = real_reduce, real_new
+    return kinds
+
+
+def test_a_connection_lost_at_the_start_is_peer_lost(ranks: Ranks) -> None:
+    expected = [f"{what} of ranks [0, 1] failed" for what in ("all_reduce", "new_group")]
+    assert ranks.run(2, failing_starts) == [expected, expected]

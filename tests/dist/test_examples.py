@@ -45,3 +45,22 @@ def test_alone_and_in_parallel_learn_the_same(tmp_path: Path) -> None:
     again = run_example(tmp_path / "one", SCRIPT)
     assert "step 20 " not in again
     assert losses(again) == pytest.approx(alone[-1:], abs=1e-4)
+
+
+TWICE = """
+import torch
+from torch import nn
+import ganglion
+
+for _ in range(2):
+    plan = ganglion.Plan(data=2, microbatch_size=1)
+    run = ganglion.parallelize([nn.Linear(1, 1)], nn.functional.mse_loss, torch.optim.AdamW, plan)
+    print([r.step for r in run.steps([(torch.zeros(1, 1), torch.zeros(1, 1))])])
+    run.close()
+"""
+
+
+def test_a_script_may_parallelize_twice(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    screen = run_example(tmp_path, *TORCHRUN, *RENDEZVOUS, "twice.py")
+    assert screen.count("[1]") == 4

@@ -128,13 +128,18 @@ def test_a_stop_asked_of_one_rank_is_known_to_all(ranks: Ranks) -> None:
     assert ranks.run(2, stop_asked_by_one, plan_for(2, 1, case), case) == [[True], [True]]
 
 
-def evaluate_zeros(world: World, plan: Plan, case: Case) -> float:
-    run = make_run(world, plan, case)
-    zeros = torch.zeros(8, dtype=torch.int64)
-    return run.evaluate([(zeros, zeros)] * 8, num_batches=1)
+def evaluate_samples(world: World, plan: Plan, case: Case) -> float:
+    """Evaluate two global batches of samples that all differ."""
+    inputs, targets = (torch.cat(parts) for parts in zip(*make_batches(case), strict=True))
+    samples = list(zip(inputs, targets, strict=True))
+    return make_run(world, plan, case).evaluate(samples, num_batches=2)
 
 
-def test_evaluation_is_the_same_everywhere(ranks: Ranks) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_evaluation_is_the_serial_mean_everywhere(ranks: Ranks, num_ranks: int) -> None:
     case = Case()
-    first, second = ranks.run(2, evaluate_zeros, plan_for(2, 1, case), case)
-    assert first == second > 0
+    with torch.no_grad():
+        losses = [cross_entropy(make_model(case)(x), y).item() for x, y in make_batches(case)[:2]]
+    assert losses[0] != losses[1]
+    evaluated = ranks.run(num_ranks, evaluate_samples, plan_for(num_ranks, 2, case), case)
+    assert evaluated == pytest.approx([sum(losses) / 2] * num_ranks, rel=1e-10)

@@ -33,7 +33,9 @@ def test_rendered_file_reads_back_equal() -> None:
         ("model.args.width", "8"),
         ("parallel.stage_boundaries", "[1, 3]"),
         ("output.sample_prompt", 'say "hi"\n'),
+        ("output.dir", "\U0001f9e0 \u00fc \\ " + "".join(map(chr, [*range(32), 0x7F, 0x85]))),
         parallel={"pipe": 3},
+        data={"args": {"\U0001f9e0\x7f": "\U0001f9e0\x7f"}},
     )
     assert load_run_file(tomllib.loads(render_run_file(file))) == file
 
@@ -99,11 +101,25 @@ def test_unknown_keys_name_the_nearest(tables: dict[str, object], text: str) -> 
         ({"train": {"steps": 0}}, "train.steps = 0 cannot be used: .*greater than or equal to 1"),
         ({"model": {"kind": "rnn"}}, "model.kind = 'rnn' cannot be used: .*'gpt'"),
         ({"train": 3}, "train = 3 cannot be used"),
+        ({"parallel": {"data": "x"}}, "parallel.data = 'x' cannot .* integer, .* or .*'auto'"),
+        ({"parallel": {"data": 0}}, "parallel.data = 0 cannot .* greater than or equal to 1"),
+        ({"parallel": {"stage_boundaries": [1, "a"]}}, r"stage_boundaries.1 = 'a' cannot be used"),
+        ({"model": {"args": {"w": []}}}, r"model.args.w = \[\] cannot be used"),
+        ({"output": {"sample_prompt": ""}}, "output.sample_prompt = '' .* at least 1 character"),
     ],
 )
 def test_bad_values_name_the_key(tables: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         load_run_file(tables)
+
+
+@pytest.mark.parametrize("tables", [{}, {"train": {"steps": 5}}], ids=str)
+def test_a_key_below_a_plain_value_is_refused(tables: dict[str, object]) -> None:
+    text = "--train.steps.x: train.steps is not a table of keys; write --train.steps 3"
+    with pytest.raises(ConfigError, match=text):
+        load(("train.steps.x", "3"), **tables)
+    with pytest.raises(ConfigError, match=r"model\.args is not a table"):
+        load(("model.args.x", "3"), model={"args": 3})
 
 
 def test_bad_files(tmp_path: Path) -> None:
@@ -154,7 +170,6 @@ def test_microbatches_are_derived() -> None:
         ({"parallel": {"x": 3}}, 3, "model.heads = 4 cannot be split over parallel.x = 3"),
         ({"train": {"steps": 5, "stop_at": 6}}, 1, "train.stop_at = 6 lies beyond train.steps = 5"),
         ({"parallel": {"schedule": "1f2b"}}, 1, "parallel.schedule = '1f2b' is not a schedule"),
-        ({"parallel": {"data": 0}}, 1, "= 0 processes, but 1 were started"),
     ],
 )
 def test_impossible_layouts_are_refused_with_numbers(
@@ -192,3 +207,37 @@ def test_model_shapes_are_completed_from_the_data() -> None:
         model_shape(conv, num_outputs=10, input_shape=(28,))
     mlp = load(model={"kind": "mlp", "layers": 2}).model
     assert model_shape(mlp, num_outputs=10, input_shape=(1, 4, 4)).num_inputs == 16  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_outputs", "tokens", "text"),
+    [
+        ({}, 10, False, r'model.kind = "gpt" needs token ids, but data.kind .* \(1, 4, 4\)'),
+        ({"kind": "mlp"}, 256, True, 'model.kind = "mlp" needs numbers, but data.kind'),
+        ({"kind": "conv"}, 256, True, 'model.kind = "conv" needs numbers, but data.kind'),
+        ({"vocab_size": 200}, 256, True, "model.vocab_size = 200 is less than the 256 token ids"),
+        ({}, 0, True, 'model.kind = "gpt" .* num_classes = 0: give it an attribute num_classes'),
+        ({"kind": "mlp"}, 0, False, "num_classes = 0: give it an attribute num_classes"),
+        ({"kind": "conv"}, 0, None, "num_classes = 0: give it an attribute num_classes"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused(
+    model: dict[str, object], num_outputs: int, tokens: bool | None, text: str
+) -> None:
+    section = load(model=model).model
+    with pytest.raises(LayoutError, match=text):
+        model_shape(section, num_outputs=num_outputs, input_shape=(1, 4, 4), tokens=tokens)
+
+
+@pytest.mark.parametrize(("vocab_size", "num_outputs"), [(256, 256), (300, 256), (5, 0), (0, 7)])
+def test_a_vocabulary_may_be_larger_than_the_data(vocab_size: int, num_outputs: int) -> None:
+    section = load(model={"vocab_size": vocab_size}).model
+    shape = model_shape(section, num_outputs=num_outputs, input_shape=(8,), tokens=True)
+    assert shape.vocab_size == (vocab_size or num_outputs)  # type: ignore[union-attr]
+
+
+def test_weight_decay_is_called_decoupled_only_where_it_is() -> None:
+    lines = render_run_file(RunFile()).splitlines()
+    comment = lines[lines.index("weight_decay = 0.1") - 1]
+    assert "decoupled (adamw, muon)" in comment
+    assert "added to gradients (sgd)" in comment

@@ -57,6 +57,21 @@ def test_an_allocation_without_srun_is_alone() -> None:
     assert read_launch({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}) == Launch()
 
 
+def test_a_step_of_one_task_is_alone() -> None:
+    """Inside `srun --pty bash` a user may start processes with --nproc."""
+    assert read_launch({**SRUN, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == Launch()
+
+
+def test_steps_and_jobs_have_ports_of_their_own() -> None:
+    ports = {
+        read_launch({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port
+        for job in ("7", "8", "9")
+        for step in ("0", "1", "2", "extern", "4294967291")
+    }
+    assert len(ports) == 15
+    assert all(20_000 <= port < 40_000 for port in ports)
+
+
 def test_master_variables_win_under_srun() -> None:
     launch = read_launch({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "1234"})
     assert (launch.master_addr, launch.master_port) == ("head", 1234)
@@ -76,6 +91,10 @@ def test_first_host(nodes: str, host: str) -> None:
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({**TORCHRUN, "RANK": "one"}, "RANK = 'one' is not a number"),
         ({**SRUN, "SLURM_STEP_NODELIST": ""}, "names no host"),
+        (
+            {name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"},
+            "SLURM_LOCALID is not set, though SLURM_PROCID and SLURM_STEP_ID are: start with srun",
+        ),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "x"}, "cannot be read"),
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+
+import pytest
 
 from ganglion.trace import (
     COMM,
@@ -96,3 +99,33 @@ def test_a_resumed_run_drops_the_lines_it_repeats(tmp_path: Path) -> None:
     again.write(metrics(3, loss=9.0))
     again.close()
     assert [(r.step, r.loss) for r in read_metrics(path)] == [(1, 1.0), (2, 1.0), (3, 9.0)]
+
+
+def test_a_half_written_last_line_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [metrics(step).to_json() for step in (1, 2, 3)]
+    path.write_text("\n".join([*lines[:2], lines[2][:20]]))
+    assert read_metrics(path) == [metrics(1), metrics(2)]
+    again = MetricsFile(path, 2)
+    again.write(metrics(3))
+    again.close()
+    assert path.read_text().splitlines() == lines
+    path.write_text("\n".join([lines[0][:20], *lines[1:]]))
+    with pytest.raises(json.JSONDecodeError):
+        read_metrics(path)
+
+
+def test_a_failed_rewrite_keeps_the_old_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(metrics(step).to_json() + "\n" for step in (1, 2)))
+    before = path.read_text()
+
+    def full_disk(record: StepMetrics) -> str:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(StepMetrics, "to_json", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        MetricsFile(path, 2)
+    assert path.read_text() == before

@@ -75,8 +75,14 @@ def test_printed_config_can_be_used(tmp_path: Path) -> None:
         (["train", "--parallel.pipe", "2"], "parallel.pipe = 2 is not built yet"),
         (["train", "--averaging.method", "sync_easgd"], "averaging.method = 'sync_easgd' is not"),
         (["train", "--plan", "no.json"], "--plan no.json cannot be read"),
-        (["train", "--plan", "p.json", "--parallel.x", "1"], "contradict each other"),
-        (["train", "--resume"], "--resume found no run below runs/"),
+        (["train", "--plan", "p.json", "--parallel.x", "1"], "--plan and --parallel.x contradict"),
+        (
+            ["train", "--plan", "p.json", "--train.precision", "bf16"],
+            "--train.precision contradict",
+        ),
+        (["train", "--parallel.schedule", "2bw"], "parallel.schedule = 'two_bw' is not built yet"),
+        (["train", "--data.source", "nowhere"], "nowhere"),
+        (["train", "--resume"], "--resume found no run with a checkpoint below runs/"),
         (["train", "--resume", "--output.dir", "x"], "holds no run; leave out --resume"),
         (["train", "--output.dir", "taken"], "already holds a run: add --resume"),
         (["train", "--output.dir", "file/sub"], "cannot be written"),
@@ -89,7 +95,7 @@ def test_printed_config_can_be_used(tmp_path: Path) -> None:
 )
 def test_refusals_are_one_clear_line(arguments: list[str], text: str, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "run.toml").write_text("")
+    (tmp_path / "taken" / "metrics.jsonl").write_text("{}")
     (tmp_path / "file").write_text("")
     result = ganglion(*arguments, cwd=tmp_path)
     assert result.returncode == 2

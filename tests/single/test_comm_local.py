@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 
 from ganglion.comm import MAX, World, run_threads
+from ganglion.comm.local import LocalHub
 from ganglion.errors import PeerLost, ProtocolError
 from ganglion.topology import Mesh
 
@@ -127,7 +129,31 @@ def test_world_numbers_and_text() -> None:
         assert (text, empty) == ("text of 0", "")
 
 
-def test_clock_offset_of_one_clock_is_small() -> None:
-    offsets = run_threads(Mesh(data=2), lambda world: world.clock_offset_s())
-    assert offsets[0] == 0.0
-    assert abs(offsets[1]) < 1.0
+def test_a_group_asked_for_after_a_failure_fails_at_once() -> None:
+    hub = LocalHub(Mesh(data=2), timeout_s=30)
+    failed = threading.Event()
+
+    def fail() -> None:
+        hub.fail("rank 0 failed with ValueError: broken on purpose")
+        failed.set()
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    assert failed.wait(30)
+    handle = hub.world(1).group("data").all_reduce(torch.zeros(1))
+    with pytest.raises(PeerLost, match=r"lacks ranks \[0\]: rank 0 failed with ValueError"):
+        handle.wait()
+    thread.join()
+
+
+def test_a_handle_tells_when_its_collective_was_done() -> None:
+    def body(world: World) -> tuple[float | None, float]:
+        handle = world.group("data").all_reduce(torch.zeros(1))
+        world.barrier()
+        after_s = time.perf_counter()
+        handle.wait()
+        return handle.finished_s, after_s
+
+    for finished_s, after_s in run_threads(Mesh(data=2), body):
+        assert finished_s is not None
+        assert finished_s <= after_s

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ganglion.comm import SoloGroup, World, run_threads
 from ganglion.errors import ConfigError
@@ -141,6 +142,101 @@ def test_reductions_are_traced_with_their_bytes() -> None:
     events = recorder.events()
     assert {(e.lane, e.kind, e.step, e.axis) for e in events} == {(COMM, "reduce", 4, "data")}
     assert sum(e.bytes for e in events) == 4 * sum(p.numel() for p in parameters.values())
+
+
+class UsedTwice(nn.Module):
+    """One layer in two places, each recomputed in backward, or (None) kept."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        with ONE_AT_A_TIME, torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.shared, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self._once(x)
+        return self.last(x)
+
+    def _once(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            return self.shared(x)
+        return checkpoint(self.shared, x, use_reentrant=self.reentrant)
+
+
+def reduced_gradients(world: World, *, reentrant: bool | None, overlap: bool) -> torch.Tensor:
+    model = UsedTwice(reentrant)
+    reducer = reducer_of(model, world.group("data"), overlap=overlap)
+    for _ in range(2):
+        reducer.zero()
+        reducer.arm()
+        model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+        reducer.finish(0)
+    return torch.cat(reducer.buffers)
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "overlap"), [(None, True), (False, True), (True, False)], ids=str
+)
+def test_a_parameter_may_be_used_twice(reentrant: bool | None, overlap: bool) -> None:
+    plain = UsedTwice(None)
+    plain(torch.ones(1, 4)).sum().backward()
+    expected = sum(2 * float(p.grad.sum()) for p in plain.parameters())  # type: ignore[union-attr]
+
+    def body(world: World) -> torch.Tensor:
+        return reduced_gradients(world, reentrant=reentrant, overlap=overlap)
+
+    for gradients in run_threads(Mesh(data=2), body):
+        assert float(gradients.sum()) == pytest.approx(expected)
+
+
+def test_a_gradient_that_is_final_twice_is_refused_by_name() -> None:
+    """The first all-reduce would run while backward still adds to its buffer."""
+    with pytest.raises(ConfigError, match=r"'shared\.\w+' became final twice.*use_reentrant=False"):
+        run_threads(
+            Mesh(data=2), lambda world: reduced_gradients(world, reentrant=True, overlap=True)
+        )
+
+
+class Stamped:
+    """A handle that was done at a known time, however late it is waited for."""
+
+    def __init__(self, finished_s: float | None) -> None:
+        self.finished_s = finished_s
+
+    def wait(self) -> None:
+        pass
+
+
+class StampedGroup(SoloGroup):
+    """A group of one whose reductions end at a given time."""
+
+    def __init__(self, finished_s: float | None) -> None:
+        super().__init__(0)
+        self.finished_s = finished_s
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Stamped:
+        return Stamped(self.finished_s)
+
+
+@pytest.mark.parametrize(
+    ("finished_s", "end_s"), [(1.5, 1.5), (None, 2.0), (0.5, 2.0), (9.0, 2.0)], ids=str
+)
+def test_a_reduction_ends_when_it_was_done(finished_s: float | None, end_s: float) -> None:
+    """Started at 1 and awaited at 2; a time outside of that is of another clock."""
+    times = iter([1.0, 2.0])
+    recorder = Recorder(0, clock=lambda: next(times))
+    reducer = GradientReducer(
+        {"w": nn.Parameter(torch.zeros(3))},
+        StampedGroup(finished_s),
+        recorder,
+        bucket_bytes=200,
+        overlap=True,
+    )
+    reducer.arm()
+    reducer.finish(0)
+    assert [(e.start_s, e.end_s) for e in recorder.events()] == [(1.0, end_s)]
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])

@@ -111,9 +111,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_kind_learns(kind: str, folder: Path) -> None:
     job, watch = make_job(folder, **KINDS[kind]), Watch()
     with job.run:
-        summary = train(job, [watch])
+        train(job, [watch])
     losses = [metrics.loss for metrics in watch.seen]
-    assert len(losses) == summary.step == 25
+    assert len(losses) == job.run.step == 25
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert watch.seen[-1].val_loss is not None
     assert (folder / "tokenizer.json").exists() == (job.source.tokenizer is not None)
@@ -187,7 +187,10 @@ def test_the_same_seed_gives_the_same_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"model.kind": "conv", "data.kind": "synthetic"}, "needs images of shape"),
+        ({"model.kind": "conv", "data.kind": "synthetic"}, "model.kind"),
+        ({"model.kind": "mlp", "data.kind": "synthetic"}, "model.kind"),
+        ({"model.kind": "gpt", "data.kind": "images"}, "model.kind"),
+        ({"model.vocab_size": "50", "data.source": "corpus.txt"}, "model.vocab_size"),
         ({"model.build": "mine:nothing", "data.kind": "images"}, "model.build"),
         ({"data.kind": "dataset", "data.source": "mine:nothing"}, "data.source"),
         ({"data.kind": "dataset", "data.source": "mine:build"}, "data.args {} do not fit"),

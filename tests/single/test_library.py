@@ -168,6 +168,37 @@ def test_frozen_models_are_refused() -> None:
         ganglion.parallelize([layer], nn.functional.mse_loss, torch.optim.SGD, ganglion.Plan())
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> str:
+    ours = [r for r in caplog.records if r.name.startswith("ganglion") and r.levelno >= 30]
+    return "\n".join(record.getMessage() for record in ours)
+
+
+def test_a_resumed_run_warns_of_changes_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def factor(step: int) -> float:
+        return 0.5 ** (step + 1)
+
+    run = make_run(lr_factor=factor)
+    list(run.steps(run.batches(dataset()), until=2))
+    run.save(tmp_path)
+    make_run(lr_factor=factor).load(tmp_path)
+    assert warnings_of(caplog) == ""
+    other = partial(torch.optim.AdamW, lr=1e-3)
+    make_run(lr_factor=factor, optimizer_factory=other, seed=5).load(tmp_path)
+    assert "AdamW initial_lr: 0.01 -> 0.001" in warnings_of(caplog)
+    assert "seed: 0 -> 5" in warnings_of(caplog)
+
+
+def test_evaluation_leaves_frozen_parts_frozen() -> None:
+    frozen = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    frozen[1].eval()
+    plan = ganglion.Plan(microbatch_size=4)
+    run = ganglion.parallelize([frozen], nn.functional.cross_entropy, torch.optim.AdamW, plan)
+    run.evaluate(dataset(), 1)
+    assert frozen.training and frozen[0].training and not frozen[1].training
+
+
 def test_a_batch_of_the_wrong_size_is_refused_with_numbers() -> None:
     run = make_run()
     with pytest.raises(DataError, match=r"has 3 inputs and 3 targets, but .* = 2 \* 2 = 4"):

@@ -12,6 +12,7 @@ from ganglion.errors import ConfigError
 from ganglion.models import (
     BlockModel,
     Blocks,
+    evaluation_mode,
     named_blocks,
     named_buffers,
     named_parameters,
@@ -45,7 +46,7 @@ class ListsItself(nn.Module):
 
 
 class Counted(nn.Module):
-    """A block with one saved buffer and one that is not saved."""
+    """A block with one saved buffer and one that is not saved, of a dtype that could not be."""
 
     kept: Tensor
     scratch: Tensor
@@ -53,7 +54,7 @@ class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("kept", torch.zeros(1))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.register_buffer("scratch", torch.zeros(2, dtype=torch.complex64), persistent=False)
 
 
 def test_forward_runs_the_blocks_in_order() -> None:
@@ -186,14 +187,29 @@ def test_equal_values_are_not_tied() -> None:
     assert tied_names(blocks) == {}
 
 
-def test_buffers_are_all_there_once() -> None:
+def test_persistent_buffers_are_all_there_once() -> None:
     counted = Counted()
     buffers = named_buffers({"a": counted, "norm": nn.BatchNorm1d(2), "again": counted})
     assert list(buffers) == [
         "a.kept",
-        "a.scratch",
         "norm.running_mean",
         "norm.running_var",
         "norm.num_batches_tracked",
     ]
     assert buffers["a.kept"] is counted.kept
+
+
+def test_buffers_are_those_of_a_state_dict() -> None:
+    model = nn.Sequential(nn.Sequential(Counted(), nn.BatchNorm1d(2)), Counted())
+    blocks = dict(model.named_children())
+    names = [*named_parameters(blocks), *named_buffers(blocks)]
+    assert sorted(names) == sorted(model.state_dict())
+
+
+def test_evaluation_mode_restores_every_submodule() -> None:
+    frozen, live = nn.Sequential(nn.Dropout()), nn.Sequential(nn.Dropout())
+    frozen[0].eval()
+    inside = [*frozen.modules(), *live.modules()]
+    with evaluation_mode([frozen, live, frozen]):
+        assert not any(module.training for module in inside)
+    assert [module.training for module in inside] == [True, False, True, True]

@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from ganglion import Plan
-from ganglion.comm import run_threads
+from ganglion.comm import World, run_threads
 from ganglion.models import cross_entropy
-from tests.serial import TOLERANCE, History, assert_same_by_name, train_serially
-from tests.training import OPTIMIZERS, SHAPES, Case, make_batches, make_model, train_parallel
+from tests.serial import TOLERANCE, History, assert_same_by_name, copies, train_serially
+from tests.training import (
+    OPTIMIZERS,
+    SHAPES,
+    Case,
+    make_batches,
+    make_model,
+    make_run,
+    train_parallel,
+)
 
 LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 2), (8, 1)]  # data, num_microbatches
 
@@ -74,9 +82,15 @@ def test_bucket_size_and_overlap_never_change_a_bit(bucket_mib: float) -> None:
         assert_same_by_name(one.weights, other.weights, exactly=True)
 
 
-def test_replicas_start_equal_however_they_were_made() -> None:
+@pytest.mark.parametrize("model", ["gpt", "tied", "conv"])
+def test_replicas_start_equal_however_they_were_made(model: str) -> None:
     """Blocks built from different seeds on each rank: the first replica's weights count."""
-    case = Case()
-    plan = plan_for(2, 1, case)
-    first, second = run_threads(plan.mesh(), lambda world: train_parallel(world, plan, case))
-    assert_same_by_name(first.weights, second.weights, exactly=True)
+    case = Case(model=model)
+    plan = plan_for(4, 1, case)
+
+    def initial_weights(world: World) -> dict[str, torch.Tensor]:
+        return copies(make_run(world, plan, case, seed=world.rank).model_tensors())
+
+    expected = copies(dict(make_model(case, seed=0).named_parameters()))
+    for weights in run_threads(plan.mesh(), initial_weights):
+        assert_same_by_name(weights, expected, exactly=True)
