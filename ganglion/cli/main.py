@@ -111,6 +111,53 @@ def doctor() -> None:
     raise typer.Exit(doctor_command())
 
 
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(help="gpipe, 1f1b, axonn (message_driven) or 2bw.")],
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a batch.")] = 8,
+    batches: Annotated[int, typer.Option(min=1, help="Batches, one after the other.")] = 1,
+    forward_s: Annotated[float, typer.Option(help="Time of a forward.")] = 1.0,
+    backward_s: Annotated[float, typer.Option(help="Time of a backward: inputs.")] = 1.0,
+    backward_weight_s: Annotated[float, typer.Option(help="Time of a backward: weights.")] = 1.0,
+    latency_s: Annotated[float, typer.Option(help="Time a message is under way.")] = 0.0,
+    jitter: Annotated[float, typer.Option(help="Sigma of a log-normal factor on times.")] = 0.0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="message_driven: most microbatches in flight.")
+    ] = None,
+    extra: Annotated[
+        int | None, typer.Option(min=0, help="two_bw: raise the cap of every stage.")
+    ] = None,
+    priority: Annotated[
+        str | None, typer.Option(help="message_driven: backward, forward or arrival.")
+    ] = None,
+    compare: Annotated[str, typer.Option(help="Other schedules, separated by commas.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+) -> None:
+    """Draw a pipeline schedule and say what it costs."""
+    from ganglion.cli.schedule import ScheduleRequest, schedule_command
+    from ganglion.costs import StageTimes
+    from ganglion.schedules import ScheduleOptions
+
+    times = StageTimes(
+        forward_s=forward_s,
+        backward_s=backward_s + backward_weight_s,
+        latency_s=latency_s,
+        jitter=jitter,
+    )
+    request = ScheduleRequest(
+        names=(name, *(other for other in compare.split(",") if other)),
+        num_stages=stages,
+        num_microbatches=microbatches,
+        num_batches=batches,
+        times=times,
+        options=ScheduleOptions(limit=limit, extra=extra, priority=priority),
+        seed=seed,
+    )
+    schedule_command(request, as_json=as_json)
+
+
 def main() -> None:
     """Run the command line; errors made by the user end in one line and exit code 2."""
     try:

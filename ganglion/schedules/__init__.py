@@ -2,5 +2,16 @@
 
 from ganglion.schedules.buckets import Bucket, plan_buckets
 from ganglion.schedules.names import SCHEDULES, canonical_schedule
+from ganglion.schedules.registry import ScheduleOptions, make_schedule
+from ganglion.schedules.schedule import Schedule, StageSchedule
 
-__all__ = ["SCHEDULES", "Bucket", "canonical_schedule", "plan_buckets"]
+__all__ = [
+    "SCHEDULES",
+    "Bucket",
+    "Schedule",
+    "ScheduleOptions",
+    "StageSchedule",
+    "canonical_schedule",
+    "make_schedule",
+    "plan_buckets",
+]

@@ -49,6 +49,7 @@ def test_the_commands_are_the_ones_tested_here() -> None:
         "ganglion train run.toml --nproc 2 --train.steps 50",
         "ganglion generate runs/run-*",
         "ganglion doctor",
+        "ganglion schedule 2bw --batches 3 --compare 1f1b",
         "python examples/own_loop.py",
     ]
 

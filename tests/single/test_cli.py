@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -32,6 +33,8 @@ assert "torch" not in sys.modules, "torch was imported"
         (["generate", "--help"], 0),
         (["--version"], 0),
         (["train", "--print-config"], 0),
+        (["schedule", "2bw", "--batches", "2", "--compare", "1f1b,gpipe"], 0),
+        (["schedule", "2bw", "--microbatches", "2"], 2),
         (["train", "--parallel.pipe", "2"], 2),
         (["train", "--train.stpes", "2"], 2),
         ([], 2),
@@ -49,6 +52,15 @@ def test_answers_without_torch(arguments: list[str], code: int, tmp_path: Path) 
     )
     assert result.returncode == 0, result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_schedule_prints_json(tmp_path: Path) -> None:
+    arguments = ["schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--json"]
+    figures = json.loads(ganglion(*arguments, cwd=tmp_path).stdout)
+    assert figures["makespan_s"] == 9 and figures["bubble"] == pytest.approx(1 / 3)
+    assert figures["peak_live"] == [2, 1]
+    assert (figures["versions"], figures["staleness"]) == (1, 0)
+    assert figures["order"] == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 
 
 def test_version(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Actions and messages: what a rank does next, and what it hears from others, as frozen data.
+
+An action prints and parses back: `2F0` is stage 2, forward, microbatch 0.
+
+    F forward   B backward   W weight gradients   R reduce   U update        compute, comm or host
+    SF SB send an activation or a gradient        RF RB receive one          comm
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ganglion.errors import ConfigError
+
+FORWARD = "F"
+BACKWARD = "B"
+WEIGHT = "W"
+REDUCE = "R"
+UPDATE = "U"
+SEND_FORWARD = "SF"
+SEND_BACKWARD = "SB"
+RECEIVE_FORWARD = "RF"
+RECEIVE_BACKWARD = "RB"
+
+COMPUTE = "compute"
+COMM = "comm"
+HOST = "host"
+
+_LANE = {
+    FORWARD: COMPUTE,
+    BACKWARD: COMPUTE,
+    WEIGHT: COMPUTE,
+    REDUCE: COMM,
+    UPDATE: HOST,
+    SEND_FORWARD: COMM,
+    SEND_BACKWARD: COMM,
+    RECEIVE_FORWARD: COMM,
+    RECEIVE_BACKWARD: COMM,
+}
+_TEXT = re.compile(r"(\d+)(SF|SB|RF|RB|F|B|W|R|U)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do: a kind, the stage it belongs to, and a microbatch or (R, U) a batch."""
+
+    kind: str
+    stage: int
+    index: int
+
+    @property
+    def lane(self) -> str:
+        """What it occupies while it runs; lanes of one rank work side by side."""
+        return _LANE[self.kind]
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.index}"
+
+
+@lru_cache(maxsize=1 << 16)
+def action(kind: str, stage: int, index: int) -> Action:
+    """Return the one object for an action: equal actions are the same object while it is warm."""
+    return Action(kind, stage, index)
+
+
+def parse_action(text: str) -> Action:
+    """Read an action back from its text."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not an action; write stage, kind and number, such as 2F0")
+    return action(match[2], int(match[1]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An activation (F) or a gradient (B) that reached a stage, and the version that made it."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    version: int
