@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
-import psutil
 import typer
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ganglion.config.run_folder import LOGS
+
 FAILED = 1
 
 
 class StoppedBeforeStart(Exception):
-    """A signal came before there was a worker to pass it on to."""
+    """A signal to stop came before there was a worker to pass it on to."""
 
 
 class RankLogs(LogsSpecs):
     """Streams of each rank go to `logs/`; only rank 0 keeps the terminal, for the progress."""
 
-    def __init__(self, folder: Path) -> None:
-        """Write below `folder`."""
+    def __init__(self, folder: Path, received: list[int]) -> None:
+        """Write below `folder`; start nobody once a signal has been `received`."""
         super().__init__(log_dir=str(folder))
         self._folder = folder
+        self._received = received
 
     @property
     def root_log_dir(self) -> str:
@@ -38,7 +36,9 @@ class RankLogs(LogsSpecs):
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name every rank's files and tell it where to leave its error."""
+        """Name every rank's files and tell it where to leave its error; elastic starts it next."""
+        if self._received:
+            raise StoppedBeforeStart
         destination = LogsDest()
         for rank, environment in envs.items():
             error_file = self._folder / f"rank{rank}.error.json"
@@ -52,20 +52,21 @@ class RankLogs(LogsSpecs):
         return destination
 
 
-def run_processes(folder: Path, num_processes: int, resume: bool, log_level: str) -> int:
+def run_processes(
+    folder: Path, num_processes: int, resume: bool, log_level: str, received: list[int]
+) -> int:
     """Train in local processes; return 0, 1 after a failure, 128 + signal when interrupted."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = ["-m", "ganglion.cli.worker", str(folder), log_level, "resume" if resume else ""]
-    launch = elastic_launch(launch_config(num_processes, RankLogs(folder / "logs")), sys.executable)
-    with forwarded_signals() as received:
-        try:
-            launch(*arguments)
-        except ChildFailedError as error:
-            if not received or _told(error):
-                show_failure(error, folder)
-                return FAILED
-        except StoppedBeforeStart:
-            pass
+    logs = RankLogs(folder / LOGS, received)
+    try:
+        elastic_launch(launch_config(num_processes, logs), sys.executable)(*arguments)
+    except ChildFailedError as error:
+        if not received or _told(error):
+            show_failure(error, folder)
+            return FAILED
+    except StoppedBeforeStart:
+        pass
     return 128 + received[0] if received else 0
 
 
@@ -87,33 +88,6 @@ def launch_config(num_processes: int, logs: LogsSpecs | None = None) -> LaunchCo
     )
 
 
-@contextmanager
-def forwarded_signals() -> Iterator[list[int]]:
-    """Pass the first Ctrl-C or SIGTERM on to the workers; at the second, end them at once.
-
-    Workers live in sessions of their own, so the terminal's Ctrl-C does not reach them.
-    """
-    received: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        again = len(received) > 1
-        workers = psutil.Process().children()
-        if not workers:
-            raise StoppedBeforeStart
-        if not again:
-            typer.echo("\nstopping after this step, with a checkpoint (again: at once)", err=True)
-        for child in workers:
-            child.send_signal(signal.SIGKILL if again else signal.SIGINT)
-
-    before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def show_failure(error: ChildFailedError, folder: Path) -> None:
     """Print the first failure, with its rank: others are mostly its consequences."""
     rank, failure = min(error.failures.items(), key=lambda item: _lateness(item[1]))
@@ -121,7 +95,7 @@ def show_failure(error: ChildFailedError, folder: Path) -> None:
     typer.echo(f"\nerror: rank {rank} failed: {message}", err=True)
     if trace:
         typer.echo(trace.rstrip(), err=True)
-    typer.echo(f"logs of all ranks: {folder / 'logs'}", err=True)
+    typer.echo(f"logs of all ranks: {folder / LOGS}", err=True)
 
 
 def _told(error: ChildFailedError) -> list[ProcessFailure]:

@@ -12,6 +12,7 @@ import typer
 
 from ganglion.cli.cache import cache_folder
 from ganglion.cli.folder import newest_run, prepare_folder
+from ganglion.cli.forwarding import forwarded_signals
 from ganglion.cli.summary import print_summary
 from ganglion.config import (
     Override,
@@ -76,9 +77,11 @@ def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
 
         code = train_in_folder(folder, Launch(), resume=options.resume)
     else:
-        from ganglion.cli.launcher import run_processes
+        with forwarded_signals() as received:  # before torch: importing it takes a while
+            from ganglion.cli.launcher import run_processes
 
-        code = run_processes(folder, plan.num_ranks, options.resume, options.log_level)
+            level = options.log_level
+            code = run_processes(folder, plan.num_ranks, options.resume, level, received)
     print_summary(folder, code)
     return code
 

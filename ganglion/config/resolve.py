@@ -46,7 +46,7 @@ def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
     if num_processes is not None and num_processes != plan.num_ranks:
         raise LayoutError(
             f"the plan needs {plan.num_ranks} processes, but {num_processes} were started: "
-            f"use --nproc {plan.num_ranks}"
+            f"{_start(plan.num_ranks)}"
         )
     if plan.global_batch_size != run.train.global_batch_size:
         raise LayoutError(
@@ -191,17 +191,22 @@ def _data_size(run: RunFile, num_processes: int | None) -> int:
         if workers < others or workers % others:
             raise LayoutError(
                 f"{num_processes} processes cannot hold parallel.pipe * x * y * z = {others} "
-                f"ranks a replica: use --nproc {_next_multiple(workers, others) + servers}"
+                f"ranks a replica: {_start(_next_multiple(workers, others) + servers)}"
             )
         return workers // others
     needed = parallel.data * others + servers
     if num_processes is not None and needed != num_processes:
         raise LayoutError(
             f"parallel.data * pipe * x * y * z + averaging.servers = {parallel.data} * {others} + "
-            f"{servers} = {needed} processes, but {num_processes} were started: use --nproc "
-            f'{needed}, or set parallel.data = "auto"'
+            f"{servers} = {needed} processes, but {num_processes} were started: "
+            f'{_start(needed)}, or set parallel.data = "auto"'
         )
     return parallel.data
+
+
+def _start(count: int) -> str:
+    """Say how to get another number of processes, whoever starts them."""
+    return f"start {count} (--nproc, torchrun --nproc-per-node or srun --ntasks {count})"
 
 
 def _next_multiple(number: int, base: int) -> int:

@@ -33,7 +33,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         return _torchrun(environment)
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         # One task has nobody to meet; inside `srun --pty bash` it may start processes of its own.
-        return Launch() if environment.get("SLURM_NTASKS") == "1" else _srun(environment)
+        return Launch() if _num_tasks(environment) == 1 else _srun(environment)
     return Launch()
 
 
@@ -57,7 +57,7 @@ def _srun(environment: Mapping[str, str]) -> Launch:
     )
     return Launch(
         rank=_number(environment, "SLURM_PROCID"),
-        num_ranks=_number(environment, "SLURM_NTASKS"),
+        num_ranks=_num_tasks(environment),
         local_rank=_number(environment, "SLURM_LOCALID"),
         local_num_ranks=_tasks_of_node(tasks, _number(environment, "SLURM_NODEID", 0)),
         master_addr=environment.get("MASTER_ADDR") or first_host(nodes),
@@ -66,13 +66,21 @@ def _srun(environment: Mapping[str, str]) -> Launch:
     )
 
 
+def _num_tasks(environment: Mapping[str, str]) -> int:
+    """Return the tasks of this step: in the shell of `salloc`, SLURM_NTASKS is the whole job's."""
+    if "SLURM_STEP_NUM_TASKS" in environment:
+        return _number(environment, "SLURM_STEP_NUM_TASKS")
+    return _number(environment, "SLURM_NTASKS")
+
+
 def _step_port(environment: Mapping[str, str]) -> int:
     """Choose a port that all tasks of a step agree on and other steps on its hosts do not."""
     step = environment["SLURM_STEP_ID"]
     # Special steps have names, such as "extern"; hash() would differ from process to process.
     number = int(step) if step.isdecimal() else zlib.crc32(step.encode())
-    # A factor, or the second step of a job would get the port of the first one of the next job.
-    return 20_000 + (_number(environment, "SLURM_JOB_ID", 0) + 1009 * number) % 20_000
+    # A factor, or the second step of a job would get the port of the first one of the next job;
+    # below 32768, where systems take ports for outgoing connections from.
+    return 20_000 + (_number(environment, "SLURM_JOB_ID", 0) + 1009 * number) % 12_000
 
 
 def first_host(nodelist: str) -> str:

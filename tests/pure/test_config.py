@@ -148,7 +148,7 @@ def test_microbatches_are_derived() -> None:
     ("tables", "processes", "text"),
     [
         ({"parallel": {"data": 2}}, 3, r"= 2 \* 1 \+ 0 = 2 processes, but 3 were started"),
-        ({"parallel": {"pipe": 2}}, 3, r"cannot hold .* = 2 ranks a replica: use --nproc 4"),
+        ({"parallel": {"pipe": 2}}, 3, r"cannot hold .* = 2 ranks a replica: start 4 "),
         (
             {"train": {"global_batch_size": 10, "microbatch_size": 4}},
             2,

@@ -49,7 +49,7 @@ def test_srun() -> None:
     assert (launch.rank, launch.num_ranks, launch.local_rank) == (5, 7, 1)
     assert launch.local_num_ranks == 2
     assert launch.master_addr == "gpu003"
-    assert launch.master_port == 20_000 + 123456 % 20_000
+    assert launch.master_port == 20_000 + 123456 % 12_000
 
 
 def test_an_allocation_without_srun_is_alone() -> None:
@@ -70,6 +70,13 @@ def test_steps_and_jobs_have_ports_of_their_own() -> None:
     }
     assert len(ports) == 15
     assert all(20_000 <= port < 40_000 for port in ports)
+
+
+def test_the_shell_of_salloc_is_alone() -> None:
+    """With use_interactive_step the shell is a step of one task, in a job of several."""
+    shell = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "7"}
+    assert read_launch({**shell, "SLURM_STEP_NUM_TASKS": "1"}) == Launch()
+    assert read_launch({**SRUN, "SLURM_STEP_NUM_TASKS": "7"}).num_ranks == 7
 
 
 def test_master_variables_win_under_srun() -> None:
