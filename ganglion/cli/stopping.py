@@ -1,19 +1,21 @@
-"""Stopping on request: the first signal asks for a clean stop, the second ends the process."""
+"""Stopping on request: the first signal asks for a clean stop, a second one ends the process."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
     """Turns signals into a call, made when there is somebody to call."""
 
-    def __init__(self, signals: Sequence[int]) -> None:
-        """Watch for `signals`; nothing received yet and nobody to call."""
-        self._signals = signals
+    def __init__(self, *, end_on_second: bool) -> None:
+        """Watch for Ctrl-C and SIGTERM; nothing received yet and nobody to call."""
+        self._end_on_second = end_on_second
         self._received = 0
         self._action: Callable[[], None] | None = None
 
@@ -30,7 +32,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         """Take over the signals."""
-        self._before = {number: signal.signal(number, self._handle) for number in self._signals}
+        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -39,8 +41,8 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._received:
+        if self._received and self._end_on_second:
             os._exit(128 + number)
-        self._received = number
+        self._received = self._received or number
         if self._action is not None:
             self._action()

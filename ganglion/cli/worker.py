@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,10 +43,10 @@ def train_in_folder(
     *,
     resume: bool,
     world: World | None = None,
-    stop_signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
+    end_on_second: bool = True,
 ) -> int:
     """Train what a prepared run folder describes; return 0, or 128 + signal when interrupted."""
-    with StopSignal(stop_signals) as stop:
+    with StopSignal(end_on_second=end_on_second) as stop:
         file, plan = read_folder(folder, resumed=resume)
         log_to_file(folder / LOGS / f"rank{launch.rank}.log")
         torch.set_num_threads(file.train.threads or _threads(launch))
@@ -148,9 +146,9 @@ def main() -> None:
     end_with_parent()
     log_to_screen(level, sys.stdout)
     launch = read_launch(os.environ)
-    # The parent passes requests to stop on as SIGINT; SIGTERM is elastic ending us because another
-    # rank has failed, and there is nothing left to save with.
-    train_in_folder(Path(folder), launch, resume=bool(resume), stop_signals=(signal.SIGINT,))
+    # The parent passes a request to stop on, and may not be the only one to send it (a service
+    # manager signals every process): two signals are one request here. The parent ends us itself.
+    train_in_folder(Path(folder), launch, resume=bool(resume), end_on_second=False)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,19 @@ def test_the_first_signal_stops_cleanly(long_run: LongRun, number: int, code: in
     assert [r["step"] for r in metrics_of(cwd / "run")] == list(range(1, done + 3))
 
 
+def test_a_signal_to_every_process_still_saves(long_run: LongRun) -> None:
+    """As a service manager sends it: to the parent and to each worker."""
+    process, cwd, workers = long_run
+    for pid in [process.pid, *workers]:
+        psutil.Process(pid).terminate()
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 143
+    assert wait_until_gone(workers) == []
+    done = len(metrics_of(cwd / "run"))
+    names = [path.name for path in (cwd / "run" / "checkpoints").iterdir()]
+    assert names == [f"step-{done:08d}"]
+
+
 def test_the_second_ctrl_c_stops_at_once(long_run: LongRun) -> None:
     process, _, workers = long_run
     for pid in workers:  # frozen ranks never finish their step
