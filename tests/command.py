@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-DEADLINE_S = 200
+DEADLINE_S = 100
 # A model and a data set small enough that starting the processes is all the time it takes.
 TINY = [
     *("--model.layers", "1", "--model.hidden", "16", "--model.heads", "2"),

@@ -29,8 +29,8 @@ from typing import Any
 
 import pytest
 
-DEADLINE_S = 120.0
-START_DEADLINE_S = 180.0
+DEADLINE_S = 60.0
+START_DEADLINE_S = 90.0
 
 
 class RankFailed(AssertionError):

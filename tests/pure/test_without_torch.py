@@ -12,7 +12,7 @@ def test_pure_tier_passes_with_torch_forbidden() -> None:
     command = [sys.executable, "-m", "pytest", "--forbid-torch", "-p", "no:cacheprovider"]
     selection = [str(here.parent), f"--ignore={here}"]
     result = subprocess.run(
-        command + selection, capture_output=True, text=True, cwd=here.parents[2], timeout=280
+        command + selection, capture_output=True, text=True, cwd=here.parents[2], timeout=110
     )
     assert result.returncode == 0, result.stdout[-3000:]
     assert " passed" in result.stdout
