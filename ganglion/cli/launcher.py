@@ -62,7 +62,8 @@ def run_processes(
     try:
         elastic_launch(launch_config(num_processes, logs), sys.executable)(*arguments)
     except ChildFailedError as error:
-        if not received or _told(error):
+        # After a second signal the workers are killed, and what they say of it is no failure.
+        if not received or (len(received) == 1 and _told(error)):
             show_failure(error, folder)
             return FAILED
     except StoppedBeforeStart:
