@@ -36,3 +36,11 @@ def format_duration(duration_s: float) -> str:
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
+
+
+def format_time(time_s: float) -> str:
+    """Return a short time with three digits: `format_time(0.00185) == '1.85 ms'`."""
+    for unit, size_s in (("s", 1.0), ("ms", 1e-3)):
+        if abs(time_s) >= size_s or time_s == 0:
+            return f"{time_s / size_s:.3g} {unit}"
+    return f"{time_s / 1e-6:.3g} us"

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"topology"},
     "costs": {"plan", "topology"},
     "config": {"plan", "topology", "schedules", "costs"},
-    "simulator": {"schedules", "costs", "plan", "trace"},
+    "simulator": {"schedules", "costs", "plan", "topology", "trace"},
     "planner": {"simulator", "costs", "plan", "config", "topology"},
     "report": {"trace", "plan"},
     "comm": {"topology", "trace"},

@@ -9,8 +9,9 @@ An action prints and parses back: `2F0` is stage 2, forward, microbatch 0.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from ganglion.errors import ConfigError
 
@@ -44,16 +45,18 @@ _TEXT = re.compile(r"(\d+)(SF|SB|RF|RB|F|B|W|R|U)(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do: a kind, the stage it belongs to, and a microbatch or (R, U) a batch."""
+    """One thing to do: a kind, the stage it belongs to, and a microbatch or (R, U) a batch.
+
+    `lane` is what it occupies while it runs; lanes of one rank work side by side.
+    """
 
     kind: str
     stage: int
     index: int
+    lane: str = field(init=False, compare=False, repr=False)
 
-    @property
-    def lane(self) -> str:
-        """What it occupies while it runs; lanes of one rank work side by side."""
-        return _LANE[self.kind]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lane", _LANE[self.kind])
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.index}"
@@ -73,11 +76,19 @@ def parse_action(text: str) -> Action:
     return action(match[2], int(match[1]), int(match[3]))
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """An activation (F) or a gradient (B) that reached a stage, and the version that made it."""
+class Message(NamedTuple):
+    """An activation (F) or a gradient (B) that reached a stage, and the version that made it.
+
+    A tuple, because a simulation makes a hundred thousand of them a second.
+    """
 
     kind: str
     stage: int
     microbatch: int
     version: int
+
+
+class Order(NamedTuple):
+    """What the leader of a tensor group decided to start; its followers start the same."""
+
+    action: Action

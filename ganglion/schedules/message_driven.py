@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from ganglion.errors import ConfigError, LayoutError
-from ganglion.schedules.action import FORWARD, Action, Message
+from ganglion.schedules.action import BACKWARD, FORWARD, Action, Message
 from ganglion.schedules.schedule import StageSchedule
 
 BACKWARD_FIRST = "backward"
@@ -48,16 +48,22 @@ class ReadyFirst(StageSchedule):
         came[message.microbatch] = self._num_arrived
         self._num_arrived += 1
 
+    def begin(self, chosen: Action) -> None:
+        """Take note that an action starts now."""
+        super().begin(chosen)
+        if chosen.kind == FORWARD:
+            self._forward_came.pop(chosen.index, None)
+        elif chosen.kind == BACKWARD:
+            self._backward_came.pop(chosen.index, None)
+
     def _choose(self) -> Action | None:
         forward = self._ready_forward() if self.num_live < self._cap else None
-        backward = self._gradients[0] if self._gradients else None
-        if forward is None and backward is None:
-            return None
-        if forward is None or (backward is not None and self._prefers(backward, forward)):
-            assert backward is not None
-            self._backward_came.pop(backward, None)
+        gradients = self._chunk.gradients
+        if not gradients:
+            return None if forward is None else self._forward(forward)
+        backward = gradients[0]
+        if forward is None or self._prefers(backward, forward):
             return self._backward(backward)
-        self._forward_came.pop(forward, None)
         return self._forward(forward)
 
     def _prefers(self, backward: int, forward: int) -> bool:

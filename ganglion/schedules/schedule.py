@@ -1,4 +1,4 @@
-"""The contract of a schedule, and what all schedules with one stage a rank share.
+"""The contract of a schedule, and what all schedules share.
 
 A schedule is a state machine for one rank. It takes events and returns actions; it knows no clock,
 moves no bytes and runs the same under the simulator and the engine:
@@ -16,7 +16,6 @@ finishes may come in any order. Microbatches are numbered from 0 through all bat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections import deque
 from typing import Protocol
 
@@ -29,16 +28,24 @@ from ganglion.schedules.action import (
     HOST,
     REDUCE,
     UPDATE,
+    WEIGHT,
     Action,
     Message,
     action,
 )
-
-_LATER = 1000  # a batch far from the start
+from ganglion.schedules.stage_map import StageMap
 
 
 class Schedule(Protocol):
     """What a driver needs."""
+
+    @property
+    def stage_map(self) -> StageMap:
+        """Who holds which stage: where messages go."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward leaves the weight gradients to an action W of their own."""
 
     def admit(self, num_microbatches: int) -> None:
         """Let one more batch enter."""
@@ -63,34 +70,48 @@ class Schedule(Protocol):
         """Whether all admitted work has ended and none will follow."""
 
 
-class StageSchedule(ABC):
-    """One stage a rank: readiness, batches, versions and lanes; subclasses choose what to run."""
+class Chunk:
+    """What a rank knows about one of its stages."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
-        """Schedule `stage` of `num_stages`."""
-        if num_stages < 1 or not 0 <= stage < num_stages:
-            raise LayoutError(f"stage {stage} of {num_stages} stages does not exist; use 0 or more")
+        """Begin with nothing admitted and the first weights."""
         self.stage = stage
-        self.num_stages = num_stages
         self.is_first = stage == 0
         self.is_last = stage == num_stages - 1
-        self._starts: list[int] = [0]  # first microbatch of each batch, and of the one to come
+        self.inputs: set[int] = set()  # activations that came and were not used yet
+        self.gradients: deque[int] = deque()  # gradients that came, in order of arrival
+        self.halves: set[int] = set()  # microbatches that lack only their weight gradients
+        self.backwards_left: dict[int, int] = {}  # by batch
+        self.num_reducible = 0  # batches whose gradients are whole, and all before them too
+        self.version = 0
+
+
+class RankSchedule(ABC):
+    """Readiness, batches, versions and lanes of one rank; subclasses choose what to compute."""
+
+    splits_backward = False
+
+    def __init__(self, rank: int, stage_map: StageMap) -> None:
+        """Schedule the stages that `stage_map` gives to `rank`."""
+        self.rank = rank
+        self.stage_map = stage_map
+        stages = stage_map.stages_of(rank)
+        self._chunks = {stage: Chunk(stage, stage_map.num_stages) for stage in stages}
+        self._batch_of: dict[int, int] = {}  # microbatches of batches that are not updated yet
+        self._members: dict[int, range] = {}  # the same the other way round
+        self._num_batches = 0
+        self._num_admitted = 0
         self._admitting = True
-        self._inputs: set[int] = set()  # activations that came and were not used yet
-        self._gradients: deque[int] = deque()  # gradients that came, in order of arrival
-        self._next_forward = 0
-        self._backwards_left: list[int] = []
-        self._to_reduce: deque[int] = deque()
-        self._to_update: deque[int] = deque()
+        self._to_reduce: deque[Action] = deque()
+        self._to_update: deque[Action] = deque()
         self._busy: set[str] = set()
         self.num_live = 0
-        self.version = 0
 
     # --- what a subclass decides -------------------------------------------------------------
 
     @abstractmethod
     def _choose(self) -> Action | None:
-        """Return the compute action to start now, or None."""
+        """Return the computation to start now, or None; it is ready by `_is_ready`."""
 
     @abstractmethod
     def _version_of_batch(self, batch: int) -> int:
@@ -99,17 +120,18 @@ class StageSchedule(ABC):
     @property
     @abstractmethod
     def live_bound(self) -> int | None:
-        """The most microbatches between forward and backward; None: as many as a batch has."""
+        """The most stages x microbatches between forward and backward; None: all of a batch."""
 
     @property
     @abstractmethod
     def version_bound(self) -> int:
-        """The most weight versions kept at once."""
+        """The most weight versions a stage keeps at once."""
 
     @property
     def staleness(self) -> int:
         """How many updates old the weights of a batch are, once the pipeline is full."""
-        return _LATER - self._version_of_batch(_LATER)
+        later = 1000
+        return later - self._version_of_batch(later)
 
     # --- the contract ------------------------------------------------------------------------
 
@@ -117,8 +139,14 @@ class StageSchedule(ABC):
         """Let one more batch enter."""
         if num_microbatches < 1:
             raise LayoutError(f"a batch of {num_microbatches} microbatches is empty; use 1 or more")
-        self._starts.append(self._starts[-1] + num_microbatches)
-        self._backwards_left.append(num_microbatches)
+        batch = self._num_batches
+        members = range(self._num_admitted, self._num_admitted + num_microbatches)
+        self._members[batch] = members
+        self._batch_of.update(dict.fromkeys(members, batch))
+        for chunk in self._chunks.values():
+            chunk.backwards_left[batch] = num_microbatches
+        self._num_admitted += num_microbatches
+        self._num_batches += 1
 
     def stop_admitting(self) -> None:
         """Say that no batch will follow."""
@@ -127,75 +155,137 @@ class StageSchedule(ABC):
     @property
     def done(self) -> bool:
         """Whether all admitted work has ended and none will follow."""
-        idle = not self._busy and not self._to_reduce and not self._to_update
-        return idle and not self._admitting and not any(self._backwards_left)
+        return not self._admitting and not self._busy and not self._batch_of
 
     def version_of(self, microbatch: int) -> int:
         """Return the weights that forward and backward of a microbatch use."""
-        return self._version_of_batch(self.batch_of(microbatch))
-
-    def batch_of(self, microbatch: int) -> int:
-        """Return the batch that a microbatch belongs to."""
-        return bisect_right(self._starts, microbatch) - 1
+        return self._version_of_batch(self._batch_of[microbatch])
 
     def next(self) -> Action | None:
         """Return an action to start now on its idle lane, or None until something happens."""
-        chosen = None
-        if COMPUTE not in self._busy:
-            chosen = self._choose()
+        chosen = None if COMPUTE in self._busy else self._choose()
         if chosen is None and self._to_reduce and COMM not in self._busy:
-            chosen = action(REDUCE, self.stage, self._to_reduce.popleft())
+            chosen = self._to_reduce[0]
         if chosen is None and self._to_update and HOST not in self._busy:
-            chosen = action(UPDATE, self.stage, self._to_update.popleft())
+            chosen = self._to_update[0]
         if chosen is not None:
-            self._start(chosen)
+            self.begin(chosen)
         return chosen
 
     def on_arrival(self, message: Message) -> None:
         """Take note of an activation or a gradient."""
+        chunk = self._chunks[message.stage]
         if message.kind == FORWARD:
-            self._inputs.add(message.microbatch)
+            chunk.inputs.add(message.microbatch)
         else:
-            self._gradients.append(message.microbatch)
+            chunk.gradients.append(message.microbatch)
 
     def on_finish(self, finished: Action) -> None:
         """Take note of the end of an action."""
         self._busy.discard(finished.lane)
-        if finished.kind == FORWARD and self.is_last:
-            self._gradients.append(finished.index)  # the loss is here: its gradient is ready
-        elif finished.kind == BACKWARD:
-            self._end_backward(finished.index)
-        elif finished.kind == REDUCE:
-            self._to_update.append(finished.index)
-        elif finished.kind == UPDATE:
-            self.version = finished.index + 1
+        kind, chunk = finished.kind, self._chunks[finished.stage]
+        if kind == BACKWARD:
+            if self.splits_backward:
+                chunk.halves.add(finished.index)
+            else:
+                self._end_backward(chunk, finished.index)
+        elif kind == FORWARD:
+            if chunk.is_last:
+                chunk.gradients.append(finished.index)  # the loss is here: its gradient is ready
+        elif kind == WEIGHT:
+            self._end_backward(chunk, finished.index)
+        elif kind == REDUCE:
+            self._to_update.append(action(UPDATE, finished.stage, finished.index))
+        elif kind == UPDATE:
+            self._end_update(chunk, finished.index)
+
+    # --- what a leader's follower needs ------------------------------------------------------
+
+    def may_begin(self, wanted: Action) -> bool:
+        """Say whether an action decided elsewhere can start here and now."""
+        if wanted.lane in self._busy:
+            return False
+        if wanted.lane == COMPUTE:
+            return self._is_ready(wanted)
+        return wanted in (self._to_reduce if wanted.kind == REDUCE else self._to_update)
+
+    def begin(self, chosen: Action) -> None:
+        """Take note that an action starts now."""
+        self._busy.add(chosen.lane)
+        kind, chunk = chosen.kind, self._chunks[chosen.stage]
+        if kind == FORWARD:
+            chunk.inputs.discard(chosen.index)
+            self.num_live += 1
+        elif kind == BACKWARD:
+            chunk.gradients.remove(chosen.index)
+        elif kind == WEIGHT:
+            chunk.halves.remove(chosen.index)
+        elif kind == REDUCE:
+            self._to_reduce.remove(chosen)
+        else:
+            self._to_update.remove(chosen)
 
     # --- what choices are made of ------------------------------------------------------------
+
+    def _is_ready(self, wanted: Action) -> bool:
+        """Say whether the inputs and the weights of a computation are here."""
+        chunk, microbatch = self._chunks[wanted.stage], wanted.index
+        if wanted.kind == BACKWARD:
+            return microbatch in chunk.gradients
+        if wanted.kind == WEIGHT:
+            return microbatch in chunk.halves
+        here = chunk.is_first or microbatch in chunk.inputs
+        return here and self.version_of(microbatch) <= chunk.version
+
+    def _end_backward(self, chunk: Chunk, microbatch: int) -> None:
+        self.num_live -= 1
+        batch = self._batch_of[microbatch]
+        chunk.backwards_left[batch] -= 1
+        # One order on all replicas, whatever overtook what: reductions must match.
+        while chunk.backwards_left.get(chunk.num_reducible) == 0:
+            del chunk.backwards_left[chunk.num_reducible]
+            self._to_reduce.append(action(REDUCE, chunk.stage, chunk.num_reducible))
+            chunk.num_reducible += 1
+
+    def _end_update(self, chunk: Chunk, batch: int) -> None:
+        chunk.version = batch + 1
+        if all(other.version > batch for other in self._chunks.values()):
+            for microbatch in self._members.pop(batch):
+                del self._batch_of[microbatch]
+
+
+class StageSchedule(RankSchedule):
+    """One stage a rank."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        """Schedule `stage` of `num_stages`."""
+        super().__init__(stage, StageMap(num_stages))
+        self.stage = stage
+        self.num_stages = num_stages
+        self._chunk = self._chunks[stage]
+        self.is_first = self._chunk.is_first
+        self.is_last = self._chunk.is_last
+        self._next_forward = 0
+
+    @property
+    def version(self) -> int:
+        """How many updates the newest weights have seen."""
+        return self._chunk.version
+
+    def begin(self, chosen: Action) -> None:
+        """Take note that an action starts now; forwards run in the order of their numbers."""
+        super().begin(chosen)
+        if chosen.kind == FORWARD:
+            self._next_forward += 1
 
     def _ready_forward(self) -> int | None:
         """Return the next microbatch to go forward, if its input and its weights are here."""
         microbatch = self._next_forward
-        if microbatch >= self._starts[-1]:
+        if microbatch >= self._num_admitted:
             return None
-        if not self.is_first and microbatch not in self._inputs:
+        if not self.is_first and microbatch not in self._chunk.inputs:
             return None
-        return microbatch if self.version_of(microbatch) <= self.version else None
-
-    def _start(self, chosen: Action) -> None:
-        self._busy.add(chosen.lane)
-        if chosen.kind == FORWARD:
-            self._inputs.discard(chosen.index)
-            self._next_forward += 1
-            self.num_live += 1
-        elif chosen.kind == BACKWARD:
-            self._gradients.remove(chosen.index)
-
-    def _end_backward(self, microbatch: int) -> None:
-        self.num_live -= 1
-        batch = self.batch_of(microbatch)
-        self._backwards_left[batch] -= 1
-        if self._backwards_left[batch] == 0:
-            self._to_reduce.append(batch)
+        return microbatch if self.version_of(microbatch) <= self._chunk.version else None
 
     def _forward(self, microbatch: int) -> Action:
         return action(FORWARD, self.stage, microbatch)

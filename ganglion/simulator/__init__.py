@@ -1,5 +1,21 @@
 """The simulator: drives schedules on a virtual clock, as the engine drives them on a real one."""
 
-from ganglion.simulator.pipeline import Simulation, simulate
+from ganglion.simulator.defaults import with_default_limit
+from ganglion.simulator.disturbance import Disturbance
+from ganglion.simulator.links import Network, Route, Transfer
+from ganglion.simulator.on_cluster import PlanSimulation, simulate_plan
+from ganglion.simulator.pipeline import Surroundings, simulate
+from ganglion.simulator.result import Simulation
 
-__all__ = ["Simulation", "simulate"]
+__all__ = [
+    "Disturbance",
+    "Network",
+    "PlanSimulation",
+    "Route",
+    "Simulation",
+    "Surroundings",
+    "Transfer",
+    "simulate",
+    "simulate_plan",
+    "with_default_limit",
+]

@@ -1,9 +1,12 @@
-"""A pipeline on a virtual clock: the second driver of the schedules, beside the engine.
+"""Pipelines on a virtual clock: the second driver of the schedules, beside the engine.
 
-One heap holds what will happen: the end of an action, or the arrival of a message. After each, the
-rank it happened on is asked for what it starts now.
+One heap holds what will happen: the end of an action, the arrival of a message, the end of a
+transfer on a shared link. After each, the rank it happened on is asked for what it starts now.
 
     pop (time, rank, event) -> on_finish / on_arrival -> next(), next(), ... -> push their ends
+
+Several replicas of the pipeline meet in their reductions. Where nothing tells them apart (no
+jitter, no disturbance) one of them stands for all.
 """
 
 from __future__ import annotations
@@ -12,149 +15,209 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from ganglion.costs import StageTimes
 from ganglion.errors import LayoutError, ProtocolError
-from ganglion.schedules.action import BACKWARD, COMPUTE, FORWARD, REDUCE, UPDATE, Action, Message
+from ganglion.schedules.action import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    REDUCE,
+    UPDATE,
+    WEIGHT,
+    Action,
+    Message,
+)
 from ganglion.schedules.schedule import Schedule
-from ganglion.schedules.validate import Step, peak_live, versions_kept
-from ganglion.trace import Event
-from ganglion.trace.event import NONE
+from ganglion.simulator.disturbance import Disturbance, end_of
+from ganglion.simulator.links import Network
+from ganglion.simulator.result import MessageRow, Simulation, StepRow
+from ganglion.simulator.wires import LinkEnd, Wires
 
 MakeSchedule = Callable[[int], Schedule]
-_KINDS = {FORWARD: "forward", BACKWARD: "backward", REDUCE: "reduce", UPDATE: "update"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """What happened, in order of the ends."""
+class Surroundings:
+    """What lies around the pipelines: replicas, wires and troubles."""
 
-    num_stages: int
-    steps: tuple[Step, ...]
-
-    @property
-    def makespan_s(self) -> float:
-        """When the last action ended."""
-        return max(step.end_s for step in self.steps)
-
-    def order(self, stage: int) -> list[Action]:
-        """Return a stage's computations in the order they were started."""
-        mine = [s for s in self.steps if s.action.stage == stage and s.action.lane == COMPUTE]
-        return [step.action for step in sorted(mine, key=lambda step: step.start_s)]
-
-    def bubble(self) -> float:
-        """Return 1 - work / cost, where cost is the longest span of computation of any stage.
-
-        The definition of 2401.10241 (table 5): spans run from a stage's first start to its last
-        end, so the fill of the pipeline in front of a stage does not count.
-        """
-        spans, works = [], []
-        for stage in range(self.num_stages):
-            mine = [s for s in self.steps if s.action.stage == stage and s.action.lane == COMPUTE]
-            spans.append(max(s.end_s for s in mine) - min(s.start_s for s in mine))
-            works.append(sum(s.end_s - s.start_s for s in mine))
-        return 1 - max(works) / max(spans)
-
-    def events(self) -> list[Event]:
-        """Return the trace a real run of this pipeline would have written, one rank a stage."""
-        return [_event(step) for step in self.steps]
-
-    def num_versions(self) -> int:
-        """Return the most weight versions any stage kept at once."""
-        return max(versions_kept(stage, self.steps) for stage in range(self.num_stages))
-
-    def peak_live(self) -> list[int]:
-        """Return the most live microbatches each stage ever had."""
-        return peak_live(self.num_stages, self.steps)
-
-
-def _event(step: Step) -> Event:
-    action = step.action
-    computes = action.lane == COMPUTE
-    return Event(
-        rank=action.stage,
-        lane=action.lane,
-        kind=_KINDS[action.kind],
-        start_s=step.start_s,
-        end_s=step.end_s,
-        stage=action.stage,
-        microbatch=action.index if computes else NONE,
-        step=NONE if computes else action.index,
-        version=step.version,
-    )
+    num_replicas: int = 1
+    network: Network | None = None
+    disturbances: tuple[Disturbance, ...] = ()
+    seed: int = 0
 
 
 def simulate(
-    make: MakeSchedule, times: Sequence[StageTimes], batches: Sequence[int], *, seed: int = 0
+    make: MakeSchedule,
+    times: Sequence[StageTimes],
+    batches: Sequence[int],
+    around: Surroundings | None = None,
 ) -> Simulation:
-    """Run one schedule per stage over some batches and return what happened.
+    """Run one schedule per rank over some batches and return what happened.
 
-    Raises ProtocolError, naming who waits, if the schedules come to a halt before they are done.
+    `make(rank)` gives the schedule of a rank of the pipeline, `times` those of each stage. Raises
+    ProtocolError, naming who waits, if the schedules come to a halt before they are done.
     """
     if not times:
         raise LayoutError("a pipeline of 0 stages has nothing to do; use 1 or more")
-    return _Driver(make, times, batches, random.Random(seed)).run()
+    around = around or Surroundings()
+    alike = not around.disturbances and not any(stage.jitter for stage in times)
+    schedules = _opened(make, times, batches, 1 if alike else around.num_replicas)
+    return _Driver(schedules, times, around).run()
+
+
+def _opened(
+    make: MakeSchedule, times: Sequence[StageTimes], batches: Sequence[int], num_replicas: int
+) -> list[Schedule]:
+    """Make the schedules of all replicas and let all batches enter."""
+    stage_map = make(0).stage_map
+    if len(times) != stage_map.num_stages:
+        raise LayoutError(
+            f"{len(times)} stage times were given for {stage_map.num_stages} stages "
+            f"({stage_map.num_ranks} ranks x {stage_map.num_chunks} chunks): give one for each"
+        )
+    schedules = [make(rank) for _ in range(num_replicas) for rank in range(stage_map.num_ranks)]
+    for schedule in schedules:
+        for size in batches:
+            schedule.admit(size)
+        schedule.stop_admitting()
+    return schedules
+
+
+# When a message came, whether it is a gradient, and the message: of two that came in one moment the
+# activation counts as first, as a scan over (activation, gradient) finds it first.
+_Arrival = tuple[float, bool, Message]
+_arrival = itemgetter(0, 1)
 
 
 class _Driver:
-    """The state of one simulation."""
+    """The state of one simulation; `place` counts the simulated ranks, replica by replica."""
 
     def __init__(
-        self,
-        make: MakeSchedule,
-        times: Sequence[StageTimes],
-        batches: Sequence[int],
-        noise: random.Random,
+        self, schedules: list[Schedule], times: Sequence[StageTimes], around: Surroundings
     ) -> None:
-        self._times = times
-        self._noise = noise
-        self._schedules = [make(stage) for stage in range(len(times))]
-        for schedule in self._schedules:
-            for size in batches:
-                schedule.admit(size)
-            schedule.stop_admitting()
-        self._heap: list[tuple[float, int, int, Step | Message]] = []
+        self._schedules = schedules
+        self._map = schedules[0].stage_map
+        self._num_replicas = len(schedules) // self._map.num_ranks
+        self._noise = random.Random(around.seed)
+        self._jitter = [stage.jitter for stage in times]
+        self._base_s = _base_times(times, schedules[0].splits_backward)
+        self._disturbed = _by_place(around.disturbances, len(schedules))
+        self._computing = [False] * len(schedules)
+        self._inbox: list[list[_Arrival]] = [[] for _ in schedules]
+        self._heap: list[tuple[float, int, int, StepRow | Message | LinkEnd]] = []
         self._num_pushed = 0
-        self._steps: list[Step] = []
+        self._rows: list[StepRow] = []
+        self._messages: list[MessageRow] = []
+        self._wires = Wires(times, around.network, self._num_replicas, self._push, self._messages)
+        self._rank_of = [self._map.rank_of(stage) for stage in range(self._map.num_stages)]
 
     def run(self) -> Simulation:
-        for rank in range(len(self._schedules)):
-            self._start_all(rank, 0.0)
-        while self._heap:
-            now_s, _, rank, event = heapq.heappop(self._heap)
-            if isinstance(event, Message):
-                self._schedules[rank].on_arrival(event)
+        heap = self._heap
+        for place in range(len(self._schedules)):
+            self._start_all(place, 0.0)
+        while heap:
+            now_s, _, place, event = heapq.heappop(heap)
+            if type(event) is Message:
+                self._inbox[place].append((now_s, event.kind != FORWARD, event))
+                if self._computing[place]:
+                    continue
+            elif type(event) is LinkEnd:
+                self._wires.on_link_end(now_s, event)
+                continue
             else:
-                self._finish(rank, event)
-            self._start_all(rank, now_s)
-        stuck = [rank for rank, schedule in enumerate(self._schedules) if not schedule.done]
+                self._finish(place, event)  # type: ignore[arg-type]
+            self._start_all(place, now_s)
+        self._check_done()
+        return Simulation(
+            stage_map=self._map,
+            num_replicas=self._num_replicas,
+            rows=self._rows,
+            messages=self._messages,
+        )
+
+    def _check_done(self) -> None:
+        stuck = [place for place, schedule in enumerate(self._schedules) if not schedule.done]
         if stuck:
             raise ProtocolError(f"stages {stuck} wait for messages that nobody will send")
-        return Simulation(num_stages=len(self._schedules), steps=tuple(self._steps))
 
-    def _start_all(self, rank: int, now_s: float) -> None:
-        schedule = self._schedules[rank]
+    def _start_all(self, place: int, now_s: float) -> None:
+        schedule = self._schedules[place]
+        if self._inbox[place]:
+            self._read_inbox(place, schedule)
         while (action := schedule.next()) is not None:
-            version = schedule.version_of(action.index) if action.lane == COMPUTE else action.index
-            step = Step(action, now_s, now_s + self._duration_s(rank, action), version)
-            self._push(step.end_s, rank, step)
+            if action.kind == REDUCE:
+                self._wires.reduce(now_s, place, action)
+                continue
+            computes = action.lane == COMPUTE
+            self._computing[place] |= computes
+            version = schedule.version_of(action.index) if computes else action.index
+            end_s = self._end_s(place, action, now_s)
+            self._push(end_s, place, (action, now_s, end_s, version, place))
 
-    def _finish(self, rank: int, step: Step) -> None:
-        self._steps.append(step)
-        self._schedules[rank].on_finish(step.action)
-        target = {FORWARD: rank + 1, BACKWARD: rank - 1}.get(step.action.kind, -1)
-        if 0 <= target < len(self._schedules):
-            message = Message(step.action.kind, target, step.action.index, step.version)
-            self._push(step.end_s + self._times[rank].latency_s, target, message)
+    def _read_inbox(self, place: int, schedule: Schedule) -> None:
+        """Hand over what came; a rank that computes reads its mail when it is through."""
+        inbox = self._inbox[place]
+        if len(inbox) > 1:
+            inbox.sort(key=_arrival)
+        for _, _, message in inbox:
+            schedule.on_arrival(message)
+        inbox.clear()
 
-    def _push(self, time_s: float, rank: int, event: Step | Message) -> None:
+    def _finish(self, place: int, row: StepRow) -> None:
+        self._rows.append(row)
+        action, _, end_s, version, _ = row
+        if action.lane == COMPUTE:
+            self._computing[place] = False
+        self._schedules[place].on_finish(action)
+        kind = action.kind
+        if kind == FORWARD:
+            stage = action.stage + 1
+        elif kind == BACKWARD:
+            stage = action.stage - 1
+        else:
+            return
+        if 0 <= stage < len(self._base_s):
+            target = place - place % self._map.num_ranks + self._rank_of[stage]
+            message = Message(kind, stage, action.index, version)
+            self._wires.send(end_s, message, action.stage, place, target)
+
+    def _push(self, time_s: float, place: int, event: StepRow | Message | LinkEnd) -> None:
         # The running number decides between events of one moment, so that runs are repeatable.
-        heapq.heappush(self._heap, (time_s, self._num_pushed, rank, event))
+        heapq.heappush(self._heap, (time_s, self._num_pushed, place, event))
         self._num_pushed += 1
 
-    def _duration_s(self, rank: int, action: Action) -> float:
-        times = self._times[rank]
-        if action.lane != COMPUTE:
-            return times.reduce_s if action.kind == REDUCE else times.update_s
-        base_s = times.forward_s if action.kind == FORWARD else times.backward_s
-        return base_s * self._noise.lognormvariate(0.0, times.jitter) if times.jitter else base_s
+    def _end_s(self, place: int, action: Action, now_s: float) -> float:
+        stage = action.stage
+        work_s = self._base_s[stage][action.kind]
+        if action.lane == COMPUTE:
+            if self._jitter[stage]:
+                work_s *= self._noise.lognormvariate(0.0, self._jitter[stage])
+            if self._disturbed[place]:
+                return end_of(work_s, now_s, self._disturbed[place])
+        return now_s + work_s
+
+
+def _base_times(times: Sequence[StageTimes], splits_backward: bool) -> list[dict[str, float]]:
+    return [
+        {
+            FORWARD: stage.forward_s,
+            BACKWARD: stage.backward_s + (0.0 if splits_backward else stage.weight_s),
+            WEIGHT: stage.weight_s,
+            UPDATE: stage.update_s,
+        }
+        for stage in times
+    ]
+
+
+def _by_place(disturbances: Sequence[Disturbance], num_places: int) -> list[list[Disturbance]]:
+    by_place: list[list[Disturbance]] = [[] for _ in range(num_places)]
+    for disturbance in disturbances:
+        if not 0 <= disturbance.rank < num_places:
+            raise LayoutError(
+                f"a disturbance was asked for rank {disturbance.rank}, but ranks go from 0 to "
+                f"{num_places - 1}"
+            )
+        by_place[disturbance.rank].append(disturbance)
+    return by_place

@@ -1,7 +1,7 @@
 """A trace as a grid of letters: one row per rank, time to the right.
 
 0  0123a4b5c6d7efgh          digits: forward of that microbatch (last digit)
-1  .012a3b4c5d6e7fgh         letters: its backward, a for 0, b for 1
+1  .012a3b4c5d6e7fgh         letters: its backward, a for 0, b for 1; capitals: its weight half
 2  ..0a1b2c3d4e5f6g7h        .: idle
 """
 
@@ -34,4 +34,6 @@ def render_grid(events: Sequence[Event], max_columns: int = 100) -> list[str]:
 
 def _letter(event: Event) -> str:
     digit = event.microbatch % 10
-    return str(digit) if event.kind == "forward" else "abcdefghij"[digit]
+    if event.kind == "forward":
+        return str(digit)
+    return ("ABCDEFGHIJ" if event.kind == "weight" else "abcdefghij")[digit]
