@@ -113,25 +113,37 @@ def doctor() -> None:
 
 @app.command()
 def schedule(
-    name: Annotated[str, typer.Argument(help="gpipe, 1f1b, axonn (message_driven) or 2bw.")],
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a batch.")] = 8,
-    batches: Annotated[int, typer.Option(min=1, help="Batches, one after the other.")] = 1,
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="gpipe, 1f1b, interleaved, zb (zero bubble H1), zbv, axonn (message_driven), 2bw "
+            "or stash."
+        ),
+    ],
+    stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a batch.")] = 8,
+    batches: Annotated[int, typer.Option(help="Batches, one after the other.")] = 1,
     forward_s: Annotated[float, typer.Option(help="Time of a forward.")] = 1.0,
     backward_s: Annotated[float, typer.Option(help="Time of a backward: inputs.")] = 1.0,
     backward_weight_s: Annotated[float, typer.Option(help="Time of a backward: weights.")] = 1.0,
     latency_s: Annotated[float, typer.Option(help="Time a message is under way.")] = 0.0,
     jitter: Annotated[float, typer.Option(help="Sigma of a log-normal factor on times.")] = 0.0,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="message_driven: most microbatches in flight.")
+        int | None,
+        typer.Option(
+            help="message_driven: most microbatches in flight; by default what latency and jitter "
+            "need.",
+        ),
     ] = None,
-    extra: Annotated[
-        int | None, typer.Option(min=0, help="two_bw: raise the cap of every stage.")
-    ] = None,
+    extra: Annotated[int | None, typer.Option(help="two_bw: raise the cap of every stage.")] = None,
     priority: Annotated[
         str | None, typer.Option(help="message_driven: backward, forward or arrival.")
     ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="interleaved: stages a rank holds; 2 by default.")
+    ] = None,
     compare: Annotated[str, typer.Option(help="Other schedules, separated by commas.")] = "",
+    svg: Annotated[Path | None, typer.Option(help="Draw the first schedule to this file.")] = None,
     seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
@@ -142,7 +154,8 @@ def schedule(
 
     times = StageTimes(
         forward_s=forward_s,
-        backward_s=backward_s + backward_weight_s,
+        backward_s=backward_s,
+        weight_s=backward_weight_s,
         latency_s=latency_s,
         jitter=jitter,
     )
@@ -152,10 +165,69 @@ def schedule(
         num_microbatches=microbatches,
         num_batches=batches,
         times=times,
-        options=ScheduleOptions(limit=limit, extra=extra, priority=priority),
+        options=ScheduleOptions(limit=limit, extra=extra, priority=priority, chunks=chunks),
         seed=seed,
     )
-    schedule_command(request, as_json=as_json)
+    schedule_command(request, svg=svg, as_json=as_json)
+
+
+@app.command()
+def simulate(
+    file: Annotated[Path, typer.Argument(metavar="RUN.toml|plan.json", help="What to run.")],
+    cluster: Annotated[
+        str, typer.Option(help="A cluster file, or a built-in one: laptop, perlmutter or summit.")
+    ],
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; by default one replica, or a full cluster."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps, one after the other.")] = 3,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the timeline: .jsonl, .json (Perfetto), .svg, .png.")
+    ] = None,
+    pause: Annotated[
+        list[str] | None, typer.Option(help="RANK:START:LENGTH: a rank stands still for a while.")
+    ] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(help="RANK:FACTOR[:START:LENGTH]: a rank takes that much longer."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+) -> None:
+    """Run a plan on a virtual cluster: step time, idle share and timeline, before any launch."""
+    from ganglion.cli.simulate import SimulateRequest, simulate_command
+
+    request = SimulateRequest(
+        file=file,
+        cluster=cluster,
+        nproc=nproc,
+        steps=steps,
+        pauses=pause or (),
+        slow=slow or (),
+        seed=seed,
+    )
+    simulate_command(request, trace=trace, as_json=as_json)
+
+
+@app.command()
+def trace(
+    path: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A run's folder, or a .jsonl file of events.")
+    ],
+    against: Annotated[
+        Path | None, typer.Option(help="A measured trace to compare this prediction with.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write it as .json (Perfetto), .svg, .png or .jsonl."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+) -> None:
+    """Explain a trace: idle time, exposed communication, links, critical path, differences."""
+    from ganglion.cli.trace import trace_command
+
+    trace_command(path, against=against, output=output, as_json=as_json)
 
 
 def main() -> None:

@@ -1,23 +1,25 @@
-"""`ganglion schedule`: draw a pipeline schedule and say what it costs, without torch."""
+"""`ganglion schedule`: draw pipeline schedules and say what they cost, without torch."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ganglion.costs import StageTimes
-from ganglion.schedules import ScheduleOptions, canonical_schedule, make_schedule
-from ganglion.simulator import Simulation, simulate
-from ganglion.trace import render_grid
+from ganglion.errors import ConfigError, LayoutError
+from ganglion.schedules import ScheduleOptions, canonical_schedule, make_schedule, stage_map_of
+from ganglion.simulator import Simulation, Surroundings, simulate, with_default_limit
+from ganglion.trace import render_grid, write_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRequest:
-    """What the user typed."""
+    """What the user typed; `times` are those of a rank, whatever it is cut into."""
 
     names: tuple[str, ...]
     num_stages: int
@@ -27,10 +29,24 @@ class ScheduleRequest:
     options: ScheduleOptions
     seed: int
 
+    def __post_init__(self) -> None:
+        given = {
+            "--stages": self.num_stages,
+            "--microbatches": self.num_microbatches,
+            "--batches": self.num_batches,
+        }
+        for option, number in given.items():
+            if number < 1:
+                raise LayoutError(f"{option} {number} leaves nothing to do; use 1 or more")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFigures:
-    """What a schedule costs; `staleness` is how many updates old the weights of a batch are."""
+    """What a schedule costs; `staleness` is how many updates old the weights of a batch are.
+
+    `peak_live` counts microbatches by rank (of several chunks: chunks), `order` has the actions of
+    each rank.
+    """
 
     name: str
     makespan_s: float
@@ -38,15 +54,20 @@ class ScheduleFigures:
     peak_live: list[int]
     versions: int
     staleness: int
+    limit: int | None
     order: list[list[str]]
 
 
-def schedule_command(request: ScheduleRequest, *, as_json: bool) -> None:
-    """Simulate each schedule asked for; print a grid and a table, or JSON."""
-    results = {canonical_schedule(n, "schedule"): _run(n, request) for n in request.names}
-    figures = [_figures(name, run, request) for name, run in results.items()]
+def schedule_command(request: ScheduleRequest, *, svg: Path | None, as_json: bool) -> None:
+    """Simulate each schedule asked for; print grids and a table, or JSON."""
+    names = list(dict.fromkeys(canonical_schedule(n, "schedule") for n in request.names))
+    options = {name: _options(name, names[0], request) for name in names}
+    results = {name: _run(name, options[name], request) for name in names}
+    figures = [_figures(name, options[name], run, request) for name, run in results.items()]
+    if svg is not None:
+        _draw(svg, names[0], results[names[0]])
     if as_json:
-        records = [{f: getattr(one, f) for f in ScheduleFigures.__slots__} for one in figures]
+        records = [asdict(one) for one in figures]
         print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
         return
     console = Console()
@@ -57,32 +78,50 @@ def schedule_command(request: ScheduleRequest, *, as_json: bool) -> None:
     console.print(_table(figures))
 
 
-def _run(name: str, request: ScheduleRequest) -> Simulation:
+def _options(name: str, first: str, request: ScheduleRequest) -> ScheduleOptions:
     # Options are those of the schedule named first; its rivals run with their defaults.
-    options = request.options if name == request.names[0] else ScheduleOptions()
+    given = request.options if name == first else ScheduleOptions()
+    times = [request.times] * request.num_stages
+    return with_default_limit(name, given, times, request.num_microbatches)
+
+
+def _run(name: str, options: ScheduleOptions, request: ScheduleRequest) -> Simulation:
+    stage_map = stage_map_of(name, request.num_stages, options)
     return simulate(
-        lambda stage: make_schedule(name, stage, request.num_stages, options),
-        [request.times] * request.num_stages,
+        lambda rank: make_schedule(name, rank, request.num_stages, options),
+        [request.times.divided(stage_map.num_chunks)] * stage_map.num_stages,
         [request.num_microbatches] * request.num_batches,
-        seed=request.seed,
+        Surroundings(seed=request.seed),
     )
 
 
-def _figures(name: str, run: Simulation, request: ScheduleRequest) -> ScheduleFigures:
+def _figures(
+    name: str, options: ScheduleOptions, run: Simulation, request: ScheduleRequest
+) -> ScheduleFigures:
+    first = make_schedule(name, 0, request.num_stages, options)
+    first.admit(request.num_microbatches)
     return ScheduleFigures(
         name=name,
         makespan_s=run.makespan_s,
         bubble=run.bubble(),
         peak_live=run.peak_live(),
         versions=run.num_versions(),
-        staleness=make_schedule(name, 0, request.num_stages).staleness,
-        order=[[str(a) for a in run.order(stage)] for stage in range(request.num_stages)],
+        staleness=first.staleness,
+        limit=options.limit,
+        order=[[str(a) for a in run.order(rank)] for rank in range(request.num_stages)],
     )
+
+
+def _draw(path: Path, name: str, run: Simulation) -> None:
+    if path.suffix != ".svg":
+        raise ConfigError(f"--svg {path} does not end in .svg; write --svg {path.stem}.svg")
+    write_trace(run.events(), path, title=name)
 
 
 def _coloured(line: str) -> Text:
     text = Text(line)
     text.highlight_regex(r"(?<=  )\S+", "green")
+    text.highlight_regex(r"[A-J](?!.*  )", "magenta")
     text.highlight_regex(r"\d(?!.*  )", "cyan")
     text.highlight_regex(r"\.", "dim")
     return text
@@ -90,10 +129,11 @@ def _coloured(line: str) -> Text:
 
 def _table(figures: list[ScheduleFigures]) -> Table:
     table = Table()
-    for column in ("schedule", "makespan", "bubble", "peak live by stage", "versions", "staleness"):
+    for column in ("schedule", "makespan", "bubble", "peak live by rank", "versions", "staleness"):
         table.add_column(column)
     for one in figures:
         live = " ".join(map(str, one.peak_live))
-        row = (one.name, f"{one.makespan_s:g} s", f"{one.bubble:.1%}", live)
+        name = one.name if one.limit is None else f"{one.name} (limit {one.limit})"
+        row = (name, f"{one.makespan_s:g} s", f"{one.bubble:.1%}", live)
         table.add_row(*row, str(one.versions), str(one.staleness))
     return table

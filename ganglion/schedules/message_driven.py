@@ -33,8 +33,7 @@ class ReadyFirst(StageSchedule):
             raise ConfigError(f"priority {priority!r} is not one of {list(PRIORITIES)}")
         self._priority = priority
         self._num_arrived = 0
-        self._forward_came: dict[int, int] = {}
-        self._backward_came: dict[int, int] = {}
+        self._came: dict[tuple[str, int], int] = {}  # by arrival only: what came, and when
 
     @property
     @abstractmethod
@@ -44,17 +43,14 @@ class ReadyFirst(StageSchedule):
     def on_arrival(self, message: Message) -> None:
         """Take note of a message and of the order in which it came."""
         super().on_arrival(message)
-        came = self._forward_came if message.kind == FORWARD else self._backward_came
-        came[message.microbatch] = self._num_arrived
-        self._num_arrived += 1
+        if self._priority == ARRIVAL_ORDER:
+            self._came[message.kind, message.microbatch] = self._num_arrived
+            self._num_arrived += 1
 
-    def begin(self, chosen: Action) -> None:
-        """Take note that an action starts now."""
-        super().begin(chosen)
-        if chosen.kind == FORWARD:
-            self._forward_came.pop(chosen.index, None)
-        elif chosen.kind == BACKWARD:
-            self._backward_came.pop(chosen.index, None)
+    def on_finish(self, finished: Action) -> None:
+        """Take note of the end of an action."""
+        super().on_finish(finished)
+        self._came.pop((finished.kind, finished.index), None)
 
     def _choose(self) -> Action | None:
         forward = self._ready_forward() if self.num_live < self._cap else None
@@ -76,7 +72,9 @@ class ReadyFirst(StageSchedule):
             return True
         if self._priority != ARRIVAL_ORDER:
             return self._priority == BACKWARD_FIRST
-        return not self.is_first and self._backward_came[backward] < self._forward_came[forward]
+        if self.is_first:
+            return False
+        return self._came[BACKWARD, backward] < self._came[FORWARD, forward]
 
 
 class MessageDriven(ReadyFirst):

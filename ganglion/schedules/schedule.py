@@ -81,6 +81,7 @@ class Chunk:
         self.inputs: set[int] = set()  # activations that came and were not used yet
         self.gradients: deque[int] = deque()  # gradients that came, in order of arrival
         self.halves: set[int] = set()  # microbatches that lack only their weight gradients
+        self.num_begun = 0  # forwards
         self.backwards_left: dict[int, int] = {}  # by batch
         self.num_reducible = 0  # batches whose gradients are whole, and all before them too
         self.version = 0
@@ -215,6 +216,7 @@ class RankSchedule(ABC):
         kind, chunk = chosen.kind, self._chunks[chosen.stage]
         if kind == FORWARD:
             chunk.inputs.discard(chosen.index)
+            chunk.num_begun += 1
             self.num_live += 1
         elif kind == BACKWARD:
             chunk.gradients.remove(chosen.index)
@@ -265,27 +267,24 @@ class StageSchedule(RankSchedule):
         self._chunk = self._chunks[stage]
         self.is_first = self._chunk.is_first
         self.is_last = self._chunk.is_last
-        self._next_forward = 0
 
     @property
     def version(self) -> int:
         """How many updates the newest weights have seen."""
         return self._chunk.version
 
-    def begin(self, chosen: Action) -> None:
-        """Take note that an action starts now; forwards run in the order of their numbers."""
-        super().begin(chosen)
-        if chosen.kind == FORWARD:
-            self._next_forward += 1
-
     def _ready_forward(self) -> int | None:
-        """Return the next microbatch to go forward, if its input and its weights are here."""
-        microbatch = self._next_forward
+        """Return the next microbatch to go forward, if its input and its weights are here.
+
+        Forwards run in the order of their numbers.
+        """
+        chunk = self._chunk
+        microbatch = chunk.num_begun
         if microbatch >= self._num_admitted:
             return None
-        if not self.is_first and microbatch not in self._chunk.inputs:
+        if not chunk.is_first and microbatch not in chunk.inputs:
             return None
-        return microbatch if self.version_of(microbatch) <= self._chunk.version else None
+        return microbatch if self.version_of(microbatch) <= chunk.version else None
 
     def _forward(self, microbatch: int) -> Action:
         return action(FORWARD, self.stage, microbatch)

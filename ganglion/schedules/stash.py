@@ -52,10 +52,11 @@ class Stash(StageSchedule):
         return self._stashed.get(microbatch, self.version)
 
     def _choose(self) -> Action | None:
-        if self.num_live < self._cap and self._next_forward < self._num_admitted:
-            forward = self._forward(self._next_forward)
+        begun = self._chunk.num_begun
+        if self.num_live < self._cap and begun < self._num_admitted:
+            forward = self._forward(begun)
             return forward if self._is_ready(forward) else None
-        oldest = self._next_forward - self.num_live
+        oldest = begun - self.num_live
         return self._backward(oldest) if oldest in self._chunk.gradients else None
 
     def _is_ready(self, wanted: Action) -> bool:

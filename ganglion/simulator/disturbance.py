@@ -1,7 +1,7 @@
 """Disturbances: a rank that computes slowly for a while, or not at all.
 
-    Disturbance(rank=1, start_s=5, end_s=8, speed=0)        rank 1 stands still for 3 s
-    Disturbance(rank=2, speed=0.5)                          rank 2 always takes twice as long
+Disturbance(rank=1, start_s=5, end_s=8, speed=0)        rank 1 stands still for 3 s
+Disturbance(rank=2, speed=0.5)                          rank 2 always takes twice as long
 """
 
 from __future__ import annotations

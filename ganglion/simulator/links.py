@@ -65,9 +65,7 @@ class SharedLink(Generic[Payload]):
         self._flows: list[tuple[float, int, float, Payload]] = []
         self.generation = 0  # counts changes: an end foretold before a change is void
 
-    def add(
-        self, now_s: float, num_bytes: float, payload: Payload, num_alike: float = 1.0
-    ) -> None:
+    def add(self, now_s: float, num_bytes: float, payload: Payload, num_alike: float = 1.0) -> None:
         """Let a transfer enter that stands for `num_alike`."""
         self._advance(now_s)
         end = self._virtual + num_bytes

@@ -62,9 +62,7 @@ def simulate_plan(
         lambda rank: make_schedule(plan.schedule, rank, plan.pipe, options),
         chunk_times,
         [plan.num_microbatches] * num_steps,
-        Surroundings(
-            num_replicas=plan.data, network=network, disturbances=disturbances, seed=seed
-        ),
+        Surroundings(num_replicas=plan.data, network=network, disturbances=disturbances, seed=seed),
     )
     return PlanSimulation(simulation=simulation, plan=plan, options=options)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ganglion.schedules.action import (
     BACKWARD,
@@ -52,6 +53,7 @@ class Simulation:
     """
 
     stage_map: StageMap
+    batches: tuple[int, ...]
     num_replicas: int
     rows: list[StepRow]
     messages: list[MessageRow]
@@ -107,48 +109,74 @@ class Simulation:
 
     def events(self, global_rank: GlobalRank = lambda place: place) -> list[Event]:
         """Return the trace a real run would have written, sorted by start."""
-        events = [_step_event(row, global_rank) for row in self.rows]
+        ranks = [global_rank(place) for place in range(self.num_ranks)]
+        steps = [step for step, size in enumerate(self.batches) for _ in range(size)]
+        events = [_step_event(row, ranks, steps) for row in self.rows]
         for flow, row in enumerate(self.messages):
-            events += _message_events(flow, row, global_rank)
-        return sorted(events, key=lambda event: (event.start_s, event.end_s, event.rank))
+            events += _message_events(flow, row, ranks, steps)
+        events.sort(key=_by_start)
+        return events
 
 
-def _step_event(row: StepRow, global_rank: GlobalRank) -> Event:
+_by_start = attrgetter("start_s", "end_s", "rank")
+
+
+def _step_event(row: StepRow, ranks: list[int], steps: list[int]) -> Event:
     action, start_s, end_s, version, place = row
     computes = action.lane == COMPUTE
     return Event(
-        rank=global_rank(place),
+        rank=ranks[place],
         lane=action.lane,
         kind=_KINDS[action.kind],
         start_s=start_s,
         end_s=end_s,
+        step=steps[action.index] if computes else action.index,
         stage=action.stage,
         microbatch=action.index if computes else NONE,
-        step=NONE if computes else action.index,
         version=version,
         axis="data" if action.kind == REDUCE else "",
     )
 
 
-def _message_events(flow: int, row: MessageRow, global_rank: GlobalRank) -> list[Event]:
+def _message_events(
+    flow: int, row: MessageRow, ranks: list[int], steps: list[int]
+) -> tuple[Event, Event]:
     message, num_bytes, source, target, start_s, sent_s, arrival_s = row
-    sender = message.stage - 1 if message.kind == FORWARD else message.stage + 1
-    ends = (
-        ("send", source, sender, start_s, sent_s),
-        ("receive", target, message.stage, sent_s, arrival_s),
+    kind, stage, microbatch, version = message
+    sender = stage - 1 if kind == FORWARD else stage + 1
+    sent, received = _MESSAGE_KINDS[kind]
+    what = (steps[microbatch], microbatch, version, num_bytes, flow)
+    return (
+        _message_event(ranks[source], sent, start_s, sent_s, sender, what),
+        _message_event(ranks[target], received, sent_s, arrival_s, stage, what),
     )
-    return [
-        Event(
-            rank=global_rank(place),
-            lane=COMM,
-            kind=f"{verb}_{_KINDS[message.kind]}",
-            start_s=from_s,
-            end_s=to_s,
-            stage=stage,
-            microbatch=message.microbatch,
-            version=message.version,
-            bytes=num_bytes,
-            flow=flow,
-        )
-        for verb, place, stage, from_s, to_s in ends
-    ]
+
+
+_MESSAGE_KINDS = {
+    FORWARD: ("send_forward", "receive_forward"),
+    BACKWARD: ("send_backward", "receive_backward"),
+}
+
+
+def _message_event(
+    rank: int,
+    kind: str,
+    start_s: float,
+    end_s: float,
+    stage: int,
+    what: tuple[int, int, int, int, int],
+) -> Event:
+    step, microbatch, version, num_bytes, flow = what
+    return Event(
+        rank=rank,
+        lane=COMM,
+        kind=kind,
+        start_s=start_s,
+        end_s=end_s,
+        step=step,
+        stage=stage,
+        microbatch=microbatch,
+        version=version,
+        bytes=num_bytes,
+        flow=flow,
+    )

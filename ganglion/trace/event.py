@@ -6,7 +6,7 @@ one. Times are seconds on the clock of rank 0 (a rank adds its measured offset).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 COMPUTE = "compute"
 COMM = "comm"
@@ -17,12 +17,11 @@ LANES: tuple[str, ...] = (COMPUTE, COMM, HOST)
 NONE = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """One interval on one lane of one rank.
 
-    `step` counts from 0: the update being worked on, so events of step 0 lead to the metrics
-    record of step 1.
+    A tuple, because a trace has hundreds of thousands of them. `step` counts from 0: the update
+    being worked on, so events of step 0 lead to the metrics record of step 1.
     """
 
     rank: int

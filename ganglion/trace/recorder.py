@@ -13,14 +13,14 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TextIO
 
 from ganglion.trace.event import NONE, Event
 
 Clock = Callable[[], float]
-_COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Event) if field.name != "rank")
+# An event without its rank, which is the recorder's.
+_Row = tuple[str, str, float, float, int, int, int, int, int, str, int, int]
 
 
 class Recorder:
@@ -34,7 +34,7 @@ class Recorder:
         self.enabled = enabled
         self.offset_s = 0.0
         self.clock = clock
-        self._rows: list[tuple[object, ...]] = []
+        self._rows: list[_Row] = []
 
     def __len__(self) -> int:
         """Return how many events wait to be written."""
@@ -96,18 +96,20 @@ class Recorder:
             file.write(event_to_json(event) + "\n")
         self._rows.clear()
 
-    def _event(self, row: tuple[object, ...]) -> Event:
-        values = dict(zip(_COLUMNS, row, strict=True))
-        for key in ("start_s", "end_s"):
-            values[key] = values[key] + self.offset_s  # type: ignore[operator]
-        return Event(rank=self.rank, **values)  # type: ignore[arg-type]
+    def _event(self, row: _Row) -> Event:
+        event = Event(self.rank, *row)
+        if not self.offset_s:
+            return event
+        return event._replace(
+            start_s=event.start_s + self.offset_s, end_s=event.end_s + self.offset_s
+        )
 
 
 def event_to_json(event: Event) -> str:
     """Return one line of JSON that leaves out fields without meaning."""
-    record = {field.name: getattr(event, field.name) for field in fields(Event)}
-    absent = {field.name: field.default for field in fields(Event)}
-    return json.dumps({key: value for key, value in record.items() if value != absent[key]})
+    absent = Event._field_defaults
+    record = event._asdict().items()
+    return json.dumps({key: v for key, v in record if key not in absent or v != absent[key]})
 
 
 def read_events(path: Path) -> list[Event]:

@@ -1,0 +1,288 @@
+"""`ganglion simulate`: run a plan on a virtual cluster and say how long a step takes, and why."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ganglion.config import RunFile, load_run_file, model_shape, read_toml, resolve
+from ganglion.config.shapes import ConvShape, GPTShape
+from ganglion.costs import (
+    BlockCost,
+    Cluster,
+    StageTimes,
+    conv_blocks,
+    find_cluster,
+    gpt_blocks,
+    mlp_blocks,
+    stage_times,
+    stage_times_from_file,
+)
+from ganglion.errors import ConfigError, LayoutError
+from ganglion.plan import Plan
+from ganglion.simulator import Disturbance, PlanSimulation, simulate_plan
+from ganglion.trace import summarise, write_trace
+from ganglion.trace.event import Event
+from ganglion.units import format_bytes, format_time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateRequest:
+    """What the user typed."""
+
+    file: Path
+    cluster: str
+    nproc: int | None
+    steps: int
+    pauses: Sequence[str]
+    slow: Sequence[str]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateFigures:
+    """What a step of a plan costs on a cluster.
+
+    `step_s` is the mean time from one step's end to the next, the first step left out if there are
+    more: a pipeline that never flushes fills only once. Lists have one entry for each pipe rank.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    limit: int | None
+    step_s: float
+    makespan_s: float
+    bubble: float
+    bubbles: list[float]
+    exposed_comm_s: list[float]
+    peak_live: list[int]
+    versions: int
+    forward_s: list[float]
+    backward_s: list[float]
+    message_bytes: list[int]
+    reduce_s: list[float]
+
+
+def simulate_command(request: SimulateRequest, *, trace: Path | None, as_json: bool) -> None:
+    """Simulate, print figures as a table or JSON, and write the trace if asked."""
+    cluster = find_cluster(request.cluster)
+    plan, times = _plan_and_times(request, cluster)
+    result = simulate_plan(
+        plan,
+        times,
+        cluster,
+        num_steps=request.steps,
+        disturbances=_disturbances(request, plan),
+        seed=request.seed,
+    )
+    events = result.simulation.events(result.global_rank)
+    figures = _figures(result, times, events)
+    if trace is not None:
+        write_trace(events, trace, title=f"{request.file.stem} on {cluster.name}")
+    if as_json:
+        print(json.dumps(asdict(figures), indent=2))
+        return
+    _print(figures, plan, cluster, trace)
+
+
+def _plan_and_times(request: SimulateRequest, cluster: Cluster) -> tuple[Plan, list[StageTimes]]:
+    """Return the plan, and times from the cluster's [stages] or else from the model."""
+    file = request.file
+    if file.suffix == ".json":
+        plan = Plan.from_json(_text(file), str(file))
+        if request.nproc not in (None, plan.num_ranks):
+            raise LayoutError(
+                f"--nproc {request.nproc}, but {file} needs {plan.num_ranks} processes: leave out "
+                f"--nproc"
+            )
+        if cluster.stages is None:
+            raise ConfigError(
+                f"{file} is a plan, which does not say how large the model is: give the run file "
+                f"instead, or write the times as [stages] into {cluster.source}"
+            )
+        return plan, stage_times_from_file(cluster, plan.pipe, plan)
+    run = load_run_file(read_toml(file), (), str(file))
+    plan = resolve(run, request.nproc or _num_ranks(run, cluster))
+    if cluster.stages is not None:
+        return plan, stage_times_from_file(cluster, plan.pipe, plan)
+    return plan, stage_times(_blocks(run, plan, file), plan, cluster)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _num_ranks(run: RunFile, cluster: Cluster) -> int | None:
+    """Return the ranks of a cluster that says how many it has; a plan must fill them all."""
+    if cluster.num_nodes is None:
+        return None
+    num_ranks = cluster.num_nodes * cluster.ranks_per_node
+    parallel = run.parallel
+    needed = parallel.pipe * parallel.x * parallel.y * parallel.z
+    if parallel.data != "auto":
+        needed *= parallel.data
+    if needed > num_ranks or num_ranks % needed:
+        raise LayoutError(
+            f"{cluster.source} has cluster.num_nodes * ranks_per_node = {cluster.num_nodes} * "
+            f"{cluster.ranks_per_node} = {num_ranks} ranks, which layouts of {needed} ranks "
+            f"(parallel.data * pipe * x * y * z) do not fill: change either"
+        )
+    return num_ranks if parallel.data == "auto" else None
+
+
+def _blocks(run: RunFile, plan: Plan, file: Path) -> list[BlockCost]:
+    """Return what the blocks of a built-in model cost."""
+    if run.model.build or run.data.kind == "dataset":
+        key = "model.build" if run.model.build else 'data.kind = "dataset"'
+        raise ConfigError(
+            f"{file}: {key} is code of your own, whose cost cannot be known before it runs: write "
+            f"its times as [stages] into the cluster file"
+        )
+    num_outputs, inputs = _data_shape(run)
+    shape = model_shape(run.model, num_outputs=num_outputs, input_shape=inputs)
+    size = plan.microbatch_size
+    if isinstance(shape, GPTShape):
+        return gpt_blocks(**asdict(shape), microbatch_size=size)
+    if isinstance(shape, ConvShape):
+        return conv_blocks(**asdict(shape), microbatch_size=size)
+    return mlp_blocks(**asdict(shape), microbatch_size=size)
+
+
+def _data_shape(run: RunFile) -> tuple[int, tuple[int, ...]]:
+    """Return the classes and the shape of a sample that the data will have, without opening them.
+
+    Images count as 28 x 28 in one channel with 10 classes, as the built-in sets have them.
+    """
+    if run.data.kind == "images":
+        return 10, (1, 28, 28)
+    vocab_size = 256 if run.data.tokenizer == "bytes" else run.data.bpe_vocab_size
+    return run.model.vocab_size or vocab_size, (run.data.seq_len,)
+
+
+def _disturbances(request: SimulateRequest, plan: Plan) -> tuple[Disturbance, ...]:
+    """Read RANK:START:LENGTH and RANK:FACTOR[:START:LENGTH]."""
+    found = []
+    for text in request.pauses:
+        rank, start_s, length_s = _numbers("--pause", text, "RANK:START:LENGTH", (3,))
+        end_s = start_s + length_s
+        place = _place(int(rank), plan)
+        found.append(Disturbance(rank=place, speed=0.0, start_s=start_s, end_s=end_s))
+    for text in request.slow:
+        numbers = _numbers("--slow", text, "RANK:FACTOR or RANK:FACTOR:START:LENGTH", (2, 4))
+        start_s, length_s = numbers[2:] or (0.0, math.inf)
+        if numbers[1] <= 0:
+            raise ConfigError(f"--slow {text}: a factor of {numbers[1]:g} is no slowdown; use 2")
+        found.append(
+            Disturbance(
+                rank=_place(int(numbers[0]), plan),
+                speed=1 / numbers[1],
+                start_s=start_s,
+                end_s=start_s + length_s,
+            )
+        )
+    return tuple(found)
+
+
+def _numbers(option: str, text: str, form: str, counts: tuple[int, ...]) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in counts or not numbers[0].is_integer():
+        raise ConfigError(f"{option} {text} is not {form}, as in {option} 1:2.5:4")
+    return numbers
+
+
+def _place(rank: int, plan: Plan) -> int:
+    """Return the simulated rank that stands for a rank of the plan."""
+    if not 0 <= rank < plan.mesh().num_ranks:
+        raise LayoutError(f"rank {rank} is none of the plan's ranks 0 to {plan.num_ranks - 1}")
+    at = plan.mesh().coordinates(rank)
+    return at.data * plan.pipe + at.pipe
+
+
+def _figures(
+    result: PlanSimulation, times: Sequence[StageTimes], events: Sequence[Event]
+) -> SimulateFigures:
+    run, plan = result.simulation, result.plan
+    by_rank = {one.rank: one for one in summarise(events).ranks}
+    ranks = [by_rank[result.global_rank(place)] for place in range(plan.pipe)]
+    return SimulateFigures(
+        schedule=plan.schedule,
+        num_ranks=plan.num_ranks,
+        num_microbatches=plan.num_microbatches,
+        limit=result.options.limit,
+        step_s=_step_s(result),
+        makespan_s=run.makespan_s,
+        bubble=run.bubble(),
+        bubbles=[one.bubble for one in ranks],
+        exposed_comm_s=[one.exposed_comm_s for one in ranks],
+        peak_live=run.peak_live(),
+        versions=run.num_versions(),
+        forward_s=[stage.forward_s for stage in times],
+        backward_s=[stage.backward_s + stage.weight_s for stage in times],
+        message_bytes=[stage.message_bytes for stage in times],
+        reduce_s=[stage.reduce_s for stage in times],
+    )
+
+
+def _step_s(result: PlanSimulation) -> float:
+    """Return the mean time between the ends of steps, the last update of each being its end."""
+    ends: dict[int, float] = {}
+    for action, _, end_s, _, _ in result.simulation.rows:
+        if action.kind == "U":
+            ends[action.index] = max(end_s, ends.get(action.index, 0.0))
+    if len(ends) == 1:
+        return ends[0]
+    return (ends[max(ends)] - ends[0]) / (len(ends) - 1)
+
+
+def _print(figures: SimulateFigures, plan: Plan, cluster: Cluster, trace: Path | None) -> None:
+    console = Console()
+    limit = "" if figures.limit is None else f" (limit {figures.limit})"
+    ranks, count = figures.num_ranks, plan.num_microbatches
+    console.print(
+        f"{ranks} rank{_s(ranks)} on {cluster.name}: data {plan.data}, pipe {plan.pipe}, x "
+        f"{plan.x}, y {plan.y}, z {plan.z}; {figures.schedule}{limit}, {count} "
+        f"microbatch{'es' if count > 1 else ''} of {plan.microbatch_size}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    per_s = plan.global_batch_size / figures.step_s if figures.step_s else 0.0
+    console.print(
+        f"step {format_time(figures.step_s)}, {per_s:.4g} samples/s, bubble {figures.bubble:.1%}, "
+        f"{figures.versions} weight version{_s(figures.versions)}",
+        style="bold",
+        highlight=False,
+    )
+    table = Table()
+    for column in ("pipe", "forward", "backward", "message", "reduce", "idle", "exposed", "live"):
+        table.add_column(column, justify="right")
+    for rank in range(plan.pipe):
+        table.add_row(
+            str(rank),
+            format_time(figures.forward_s[rank]),
+            format_time(figures.backward_s[rank]),
+            format_bytes(figures.message_bytes[rank]),
+            format_time(figures.reduce_s[rank]),
+            f"{figures.bubbles[rank]:.1%}",
+            format_time(figures.exposed_comm_s[rank]),
+            str(figures.peak_live[rank]),
+        )
+    console.print(table)
+    if trace is not None:
+        console.print(f"trace written to {trace}", highlight=False)
+
+
+def _s(count: int) -> str:
+    return "s" if count > 1 else ""

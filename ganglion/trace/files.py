@@ -1,0 +1,139 @@
+"""Traces in files: a run's folder of events read back, and one trace written in any format."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ganglion.errors import ConfigError, DataError
+from ganglion.trace.chrome import chrome_trace
+from ganglion.trace.event import LANES, NONE, Event
+from ganglion.trace.png import write_png
+from ganglion.trace.recorder import event_to_json
+from ganglion.trace.svg import svg_picture
+
+FOLDER = "trace"
+EVENTS = ".jsonl"
+SUFFIXES = (EVENTS, ".json", ".svg", ".png")
+_NOT_EVENTS = ("metrics.jsonl",)
+_TEXTS = ("lane", "kind", "axis")
+_TIMES = ("start_s", "end_s")
+_NUMBERS = tuple(name for name in Event._fields if name not in (*_TEXTS, *_TIMES))
+
+
+def read_trace(path: Path) -> list[Event]:
+    """Read an events file, or all those of a trace folder or run folder, ordered by start.
+
+    Raises DataError, with file and line, for what is no event; a last line that a crash left
+    half-written is dropped. A resumed run counts its messages anew: their flow numbers are moved,
+    so that they stay unique in what is returned.
+    """
+    events: list[Event] = []
+    for parts in _generations(_event_files(path)):
+        found = [event for part in parts for event in _read_file(part)]
+        first = max((event.flow for event in events), default=NONE) + 1
+        events += [_moved(event, first) for event in found] if first else found
+    return sorted(events, key=lambda event: (event.start_s, event.end_s, event.rank))
+
+
+def write_trace(events: Sequence[Event], path: Path, title: str = "") -> None:
+    """Write as the suffix says: .jsonl events, .json for Chrome and Perfetto, .svg or .png."""
+    check_suffix(path)
+    try:
+        if path.suffix == ".png":
+            write_png(events, path, title)
+        else:
+            path.write_text(_as_text(events, path.suffix, title), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place") from None
+
+
+def check_suffix(path: Path) -> None:
+    """Raise ConfigError unless `write_trace` knows the format of this file."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(
+            f"cannot write a trace as {path.name!r}: end it in .jsonl (events), .json (Chrome and "
+            "Perfetto), .svg or .png (pictures)"
+        )
+
+
+def _as_text(events: Sequence[Event], suffix: str, title: str) -> str:
+    if suffix == ".json":
+        return chrome_trace(events)
+    if suffix == ".svg":
+        return svg_picture(events, title)
+    return "".join(event_to_json(event) + "\n" for event in events)
+
+
+def _event_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.exists():
+        raise DataError(f"no trace at {path}: give a .jsonl file, a trace folder or a run folder")
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    files = sorted(p for p in folder.glob(f"*{EVENTS}") if p.name not in _NOT_EVENTS)
+    if not files:
+        raise DataError(f"{folder} holds no *{EVENTS} of events; run with trace.enabled = true")
+    return files
+
+
+def _generations(files: Iterable[Path]) -> list[list[Path]]:
+    """Bring together the files that ranks wrote in one launch: same name but for the rank."""
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        found.setdefault(re.sub(r"^rank\d+", "rank", file.name), []).append(file)
+    return list(found.values())
+
+
+def _moved(event: Event, first_flow: int) -> Event:
+    return event if event.flow == NONE else event._replace(flow=event.flow + first_flow)
+
+
+def _read_file(path: Path) -> list[Event]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = text.split("\n")  # not splitlines: it knows line ends that JSON does not
+    if not _is_json(lines[-1]):
+        lines.pop()  # an unfinished line, or the nothing behind the last one
+    return [_event(line, f"{path}:{at}") for at, line in enumerate(lines, 1) if line.strip()]
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def _event(line: str, where: str) -> Event:
+    try:
+        event = Event(**json.loads(line))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise DataError(
+            f"{where}: not a trace event ({error}); repair or remove the line"
+        ) from None
+    wrong = _wrong_field(event)
+    if wrong:
+        value = getattr(event, wrong)
+        raise DataError(f"{where}: not a trace event: {wrong} is {value!r}; repair or remove it")
+    return event
+
+
+def _wrong_field(event: Event) -> str:
+    """Return the name of a field whose value no event can have, or nothing."""
+    for name in _TIMES:
+        value = getattr(event, name)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            return name
+    for name in _NUMBERS:
+        if type(getattr(event, name)) is not int:
+            return name
+    for name in _TEXTS:
+        if type(getattr(event, name)) is not str:
+            return name
+    if event.lane not in LANES:
+        return "lane"
+    return "end_s" if event.end_s < event.start_s else ""
