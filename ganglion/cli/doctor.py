@@ -7,15 +7,16 @@ import importlib.util
 import logging
 import os
 import platform
-import time
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import ganglion
 from ganglion.cli.machine import usable_cores
-from ganglion.units import format_bytes
+from ganglion.cli.probe import SIZES, Probe, probe_ranks
+from ganglion.units import format_bytes, format_time
 
 PACKAGES = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "tensorboard", "psutil")
 EXTRAS = {
@@ -72,7 +73,7 @@ def _extras() -> Table:
     table = _table("extras")
     for extra, (modules, enables) in EXTRAS.items():
         missing = [name for name in modules if importlib.util.find_spec(name) is None]
-        state = f"pip install 'ganglion[{extra}]'" if missing else "installed"
+        state = escape(f"pip install 'ganglion[{extra}]'") if missing else "installed"
         table.add_row(extra, enables, state)
     return table
 
@@ -83,35 +84,28 @@ def _probe(console: Console) -> int:
     from ganglion.cli.launcher import launch_config
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    console.print("two ranks", style="bold")
     try:
-        results = elastic_launch(launch_config(2), sum_over_ranks)()
+        results = elastic_launch(launch_config(2), probe_ranks)()
     except Exception as error:  # whatever went wrong, the report must say it
+        console.print("two ranks", style="bold")
         console.print(f"all-reduce FAILED: {error}", markup=False)
         return 1
-    values = [value for value, _ in results.values()]
-    correct = values == [3.0, 3.0]
-    fastest_s = min(seconds for _, seconds in results.values())
-    verdict = "correct" if correct else f"WRONG: 1 + 2 gave {values}"
-    console.print(f" all-reduce of 1 MiB over gloo: {verdict}, {fastest_s * 1e3:.2f} ms")
+    first: Probe = results[0]
+    console.print(_speeds(first))
+    correct = all(probe.correct for probe in results.values())
+    verdict = "correct" if correct else "WRONG: 1 + 2 did not give 3"
+    console.print(f" sums over two ranks: {verdict}; transport auto chose {first.way}")
     return 0 if correct else 1
 
 
-def sum_over_ranks() -> tuple[float, float]:
-    """Sum rank + 1 over the ranks; return the result and the fastest time of a few."""
-    import torch
-
-    from ganglion.comm import open_world
-    from ganglion.topology import Mesh, read_launch
-
-    launch = read_launch(os.environ)
-    world = open_world(launch, Mesh(data=launch.num_ranks), timeout_s=60.0)
-    times = []
-    for _ in range(5):
-        tensor = torch.full((2**18,), float(launch.rank + 1))
-        world.barrier()
-        start_s = time.perf_counter()
-        world.group("data").all_reduce(tensor).wait()
-        times.append(time.perf_counter() - start_s)
-    world.close()
-    return float(tensor.mean()), min(times)
+def _speeds(probe: Probe) -> Table:
+    """Return what a message (one way) and an all-reduce take between two ranks here."""
+    table = Table(title="two ranks", title_justify="left", title_style="bold", box=None)
+    carriers = list(dict.fromkeys(carrier for carrier, _, _ in probe.times_s))
+    for column in ("", *carriers):
+        table.add_column(column, justify="left" if not column else "right")
+    for what in ("message", "all-reduce"):
+        for size in SIZES:
+            cells = [format_time(probe.times_s[carrier, what, size]) for carrier in carriers]
+            table.add_row(f"{what} of {size}", *cells)
+    return table

@@ -64,6 +64,9 @@ def train(
     plan: Annotated[
         Path | None, typer.Option(help="Use this plan.json instead of the [parallel] section.")
     ] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="How ranks talk: auto, shm, torch or mpi.")
+    ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved run file and stop.")
     ] = False,
@@ -74,13 +77,16 @@ def train(
     """Train a model. Any key of the run file can be set as --section.key VALUE."""
     from ganglion.cli.train import TrainOptions, train_command
 
+    overrides = tuple(context.obj["overrides"])
+    if transport is not None:
+        overrides += (("parallel.transport", transport),)
     options = TrainOptions(
         run_file=run_file,
         nproc=nproc,
         plan_file=plan,
         print_config=print_config,
         resume=resume,
-        overrides=tuple(context.obj["overrides"]),
+        overrides=overrides,
         log_level=context.obj["log_level"],
     )
     raise typer.Exit(train_command(options))

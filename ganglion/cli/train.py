@@ -37,6 +37,7 @@ _DECIDED_BY_PLAN = (
     "train.microbatch_size",
     "train.precision",
 )
+_NOT_IN_A_PLAN = ("parallel.transport", "parallel.overlap", "parallel.bucket_mib")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,11 @@ def make_plan(options: TrainOptions, file: RunFile, launch: Launch) -> Plan:
         started = launch.num_ranks
     if options.plan_file is None:
         return resolve(file, started)
-    twice = [key for key, _ in options.overrides if key.startswith(_DECIDED_BY_PLAN)]
+    twice = [
+        key
+        for key, _ in options.overrides
+        if key.startswith(_DECIDED_BY_PLAN) and key not in _NOT_IN_A_PLAN
+    ]
     if twice:
         raise ConfigError(f"--plan and --{twice[0]} contradict each other: leave out one of them")
     try:

@@ -54,7 +54,7 @@ def train_in_folder(
             "rank %d of %d, started by %s, %d threads, plan %s",
             *(launch.rank, launch.num_ranks, launch.launcher, torch.get_num_threads(), plan),
         )
-        world = world or open_world(launch, plan.mesh(), timeout_s=file.train.timeout_s)
+        world = world or _open_world(file, plan, launch)
         job = build_job(file, plan, world, launch, folder, cache_folder())
         with job.run:
             stop.call(job.run.request_stop)
@@ -66,12 +66,17 @@ def train_in_folder(
         return stop.exit_code
 
 
+def _open_world(file: RunFile, plan: Plan, launch: Launch) -> World:
+    transport = file.parallel.transport
+    return open_world(launch, plan.mesh(), timeout_s=file.train.timeout_s, transport=transport)
+
+
 @record
 def train_under_launcher(
     file: RunFile, plan: Plan, name: str, launch: Launch, options: TrainOptions
 ) -> int:
     """Train as one of the processes that torchrun or srun started; rank 0 makes the folder."""
-    world = open_world(launch, plan.mesh(), timeout_s=file.train.timeout_s)
+    world = _open_world(file, plan, launch)
     folder = Path(_agree_on_folder(world, file, plan, name, options.resume))
     code = train_in_folder(folder, launch, resume=options.resume, world=world)
     if launch.rank == 0:

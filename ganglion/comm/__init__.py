@@ -1,19 +1,31 @@
-"""How ranks talk: groups of ranks along mesh axes, and collectives that can be awaited later."""
+"""How ranks talk: messages between two, and collectives of groups that can be awaited later."""
 
+from ganglion.comm.choice import TRANSPORTS
 from ganglion.comm.collectives import MAX, SUM, Done, Group, Handle, SoloGroup
 from ganglion.comm.local import run_threads
+from ganglion.comm.local_transport import Faults, LocalMail
+from ganglion.comm.message import Arrival, Header
 from ganglion.comm.rendezvous import open_world, torch_world
+from ganglion.comm.traced import plain_group
+from ganglion.comm.transport import Transport
 from ganglion.comm.world import World
 
 __all__ = [
     "MAX",
     "SUM",
+    "TRANSPORTS",
+    "Arrival",
     "Done",
+    "Faults",
     "Group",
     "Handle",
+    "Header",
+    "LocalMail",
     "SoloGroup",
+    "Transport",
     "World",
     "open_world",
+    "plain_group",
     "run_threads",
     "torch_world",
 ]

@@ -10,8 +10,10 @@ The same calls work over torch.distributed, between threads of one process, and 
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 SUM = "sum"
@@ -19,11 +21,15 @@ MAX = "max"
 
 
 class Handle(Protocol):
-    """A started collective."""
+    """A started collective; its times are those of time.perf_counter."""
+
+    @property
+    def started_s(self) -> float | None:
+        """When work on it began; None if it has not yet."""
 
     @property
     def finished_s(self) -> float | None:
-        """When it was done, on time.perf_counter; None if it is not, or nobody could see it."""
+        """When it was done; None if it is not, or nobody could see it."""
 
     def wait(self) -> None:
         """Return when the result is in place; raise CommError if it will never be."""
@@ -56,8 +62,17 @@ class Group(Protocol):
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
         """Copy the tensor of the member at position `root` to all others, in place."""
 
+    def reduce(self, tensor: Tensor, root: int = 0, op: str = SUM) -> Handle:
+        """Combine `tensor` over all members into that of the member at position `root`.
+
+        The order is fixed: inside a host that of a binomial tree. The others keep their values.
+        """
+
     def barrier(self) -> None:
         """Return when every member has arrived."""
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized host tensor that this group's collectives need not copy."""
 
     def close(self) -> None:
         """Release what the group holds; it cannot be used afterwards."""
@@ -67,6 +82,10 @@ class Done:
     """The handle of a collective that had nothing to wait for."""
 
     finished_s: float | None = None
+
+    def __init__(self) -> None:
+        """Begin and end now."""
+        self.started_s = time.perf_counter()
 
     def wait(self) -> None:
         """Return at once."""
@@ -98,6 +117,14 @@ class SoloGroup:
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
         """Leave the tensor as it is."""
         return Done()
+
+    def reduce(self, tensor: Tensor, root: int = 0, op: str = SUM) -> Handle:
+        """Leave the tensor as it is."""
+        return Done()
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return an ordinary tensor."""
+        return torch.empty(num_elements, dtype=dtype)
 
     def barrier(self) -> None:
         """Return at once."""

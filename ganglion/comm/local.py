@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -18,10 +19,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ganglion.comm.collectives import MAX, SUM, Group, Handle, SoloGroup
+from ganglion.comm.collectives import SUM, Group, Handle, SoloGroup
+from ganglion.comm.local_transport import Faults, LocalMail
+from ganglion.comm.reduce_order import combine as combine_in_order
+from ganglion.comm.reduce_order import combine_by_tree
+from ganglion.comm.transport import Transport
 from ganglion.comm.world import World
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.topology import Mesh
+from ganglion.trace import Recorder
 
 Result = TypeVar("Result")
 Combine = Callable[[list[Tensor]], list[Tensor]]
@@ -82,6 +88,7 @@ class _LocalHandle:
         self._index = index
         self._output = output
         self._waited = False
+        self.started_s = time.perf_counter()
         self.finished_s: float | None = None
 
     def wait(self) -> None:
@@ -151,6 +158,20 @@ class LocalGroup:
             f"broadcast({root})", tensor, tensor, lambda parts: [parts[root]] * self.size
         )
 
+    def reduce(self, tensor: Tensor, root: int = 0, op: str = SUM) -> Handle:
+        """Combine `tensor` over all members into that of the member at position `root`."""
+
+        def combine(parts: list[Tensor]) -> list[Tensor]:
+            total = torch.empty_like(parts[root])
+            combine_by_tree(parts, root, total, op)
+            return [total if at == root else part for at, part in enumerate(parts)]
+
+        return self._meet(f"reduce({op}, {root})", tensor, tensor, combine)
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return an ordinary tensor: threads share all memory."""
+        return torch.empty(num_elements, dtype=dtype)
+
     def barrier(self) -> None:
         """Return when every member has arrived."""
         nothing = torch.zeros(0)
@@ -186,22 +207,24 @@ class LocalGroup:
 
 
 def _combine(parts: list[Tensor], op: str) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total = torch.maximum(total, part) if op == MAX else total.add_(part)
+    total = torch.empty_like(parts[0])
+    combine_in_order(parts, total, op)
     return total
 
 
 class LocalHub:
     """The shared part of a world of threads: one exchange per group of ranks."""
 
-    def __init__(self, mesh: Mesh, timeout_s: float) -> None:
-        """Prepare for the ranks of `mesh`."""
+    def __init__(self, mesh: Mesh, timeout_s: float, faults: Faults | None = None) -> None:
+        """Prepare for the ranks of `mesh`, whose messages suffer `faults`."""
         self._mesh = mesh
         self._timeout_s = timeout_s
         self._exchanges: dict[tuple[tuple[str, ...], tuple[int, ...]], _Exchange] = {}
         self._lock = threading.Lock()
         self._failed: str | None = None
+        self._mail: dict[tuple[tuple[str, ...], int], LocalMail] = {}
+        self._num_opened: Counter[tuple[tuple[str, ...], int]] = Counter()
+        self._faults = faults
 
     def world(self, rank: int) -> World:
         """Return the world as one thread sees it."""
@@ -217,31 +240,50 @@ class LocalHub:
                 )
             return LocalGroup(exchange, ranks.index(rank))
 
-        return World(rank, self._mesh, group_along)
+        def transport_along(axes: tuple[str, ...], trace: Recorder | None) -> Transport:
+            return self._mailbox(axes, rank).transport(rank, trace)
 
-    def fail(self, reason: str) -> None:
+        return World(rank, self._mesh, group_along, transport_along, way="local")
+
+    def _mailbox(self, axes: tuple[str, ...], rank: int) -> LocalMail:
+        """Return the mail that all ranks share which open their next transport along `axes`."""
+        with self._lock:
+            number = self._num_opened[axes, rank]
+            self._num_opened[axes, rank] += 1
+            if (axes, number) not in self._mail:
+                self._mail[axes, number] = LocalMail(self._mesh.num_ranks, self._faults)
+            return self._mail[axes, number]
+
+    def fail(self, rank: int, reason: str) -> None:
         """Wake all threads that wait now or later: one of them has failed."""
         with self._lock:
             self._failed = self._failed or reason
             exchanges = list(self._exchanges.values())
+            mail = list(self._mail.values())
         for exchange in exchanges:
             exchange.fail(reason)
+        for letters in mail:
+            letters.lose(rank, reason)
 
 
 def run_threads(
-    mesh: Mesh, body: Callable[[World], Result], *, timeout_s: float = 60.0
+    mesh: Mesh,
+    body: Callable[[World], Result],
+    *,
+    timeout_s: float = 60.0,
+    faults: Faults | None = None,
 ) -> list[Result]:
     """Run `body` once per rank of `mesh`, each in a thread; return the results by rank.
 
     The first error that is not a consequence of another rank's failure is raised.
     """
-    hub = LocalHub(mesh, timeout_s)
+    hub = LocalHub(mesh, timeout_s, faults)
 
     def guarded(rank: int) -> Result:
         try:
             return body(hub.world(rank))
         except BaseException as error:
-            hub.fail(f"rank {rank} failed with {type(error).__name__}: {error}")
+            hub.fail(rank, f"rank {rank} failed with {type(error).__name__}: {error}")
             raise
 
     with ThreadPoolExecutor(mesh.num_ranks, thread_name_prefix="rank") as pool:

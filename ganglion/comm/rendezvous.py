@@ -8,14 +8,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ganglion.comm.collectives import Group, SoloGroup
-from ganglion.comm.torch_group import WorldGroup, new_group
+from ganglion.comm.choice import AUTO
+from ganglion.comm.collectives import SoloGroup
+from ganglion.comm.hosts import this_host
+from ganglion.comm.meeting import Meeting
 from ganglion.comm.world import World
 from ganglion.errors import LaunchError, LayoutError
 from ganglion.topology import Launch, Mesh
 
 
-def open_world(launch: Launch, mesh: Mesh, *, timeout_s: float = 300.0) -> World:
+def open_world(
+    launch: Launch, mesh: Mesh, *, timeout_s: float = 300.0, transport: str = AUTO
+) -> World:
     """Meet the other ranks and return the world of `mesh`; one process needs no meeting."""
     if launch.num_ranks != mesh.num_ranks:
         raise LayoutError(
@@ -27,27 +31,18 @@ def open_world(launch: Launch, mesh: Mesh, *, timeout_s: float = 300.0) -> World
         return World(0, mesh, lambda axes: SoloGroup(0))
     if not dist.is_initialized():
         _meet(launch, timeout_s)
-    return torch_world(launch.rank, mesh, timeout_s)
+    return torch_world(launch.rank, mesh, timeout_s, transport=transport)
 
 
-def torch_world(rank: int, mesh: Mesh, timeout_s: float) -> World:
-    """Return a world over the process group that torch.distributed already has."""
+def torch_world(
+    rank: int, mesh: Mesh, timeout_s: float, *, transport: str = AUTO, host: str | None = None
+) -> World:
+    """Return a world over the process group that torch.distributed already has.
 
-    def group_along(axes: tuple[str, ...]) -> Group:
-        return _group_along(axes, rank, mesh, timeout_s)
-
-    return World(rank, mesh, group_along)
-
-
-def _group_along(axes: tuple[str, ...], rank: int, mesh: Mesh, timeout_s: float) -> Group:
-    mine = mesh.group_of(rank, axes)
-    if mine == (rank,):
-        return SoloGroup(rank)
-    if len(mine) == mesh.num_ranks:
-        return WorldGroup(mine, rank)
-    # torch wants every rank to take part in making every group, in one order.
-    made = [new_group(ranks, rank, timeout_s) for ranks in mesh.groups(axes)]
-    return next(group for group in made if group is not None)
+    `host` tells where this rank runs, if not where it seems to.
+    """
+    meeting = Meeting(rank, mesh, timeout_s, transport, this_host() if host is None else host)
+    return World(rank, mesh, meeting.group, meeting.transport, way=meeting.way)
 
 
 def _meet(launch: Launch, timeout_s: float) -> None:

@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ganglion.comm.background import Background
 from ganglion.comm.collectives import MAX, SUM, Done, Handle
+from ganglion.comm.reduce_order import join, tree_pairs, widened
 from ganglion.errors import CommError, PeerLost, ProtocolError
 
 _OPS = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
@@ -23,6 +26,11 @@ _SIGNS_OF_LOSS = ("connect", "closed", "timed out", "timeout", "reset by peer", 
 _SIGNS_OF_MISUSE = ("scalar type", "data type", "dtype")
 
 
+# Tags of the messages of a tree, far from those of anybody else; several may be under way.
+_TREE_TAG = 7_000_000
+_NUM_TREE_TAGS = 1 << 16
+
+
 class TorchHandle:
     """A started torch.distributed work whose failure names what was awaited, and from whom."""
 
@@ -34,6 +42,7 @@ class TorchHandle:
         self._what = what
         self._ranks = ranks
         self._tensor = tensor
+        self.started_s = time.perf_counter()
         # A list of its own: a callback that held this handle, and so its work, would leak both.
         self._stamps: list[float] = []
         if tensor is not None and tensor.device.type == "cpu":
@@ -72,6 +81,12 @@ class TorchGroup:
         self.index = ranks.index(rank)
         self.size = len(ranks)
         self.process_group = group
+        self._background = Background(f"reductions of rank {rank}")
+        self._num_reduced = 0
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return an ordinary tensor."""
+        return torch.empty(num_elements, dtype=dtype)
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members, in place."""
@@ -107,6 +122,38 @@ class TorchGroup:
             lambda: dist.broadcast(tensor, group_src=root, group=self.process_group, async_op=True),
         )
 
+    def reduce(self, tensor: Tensor, root: int = 0, op: str = SUM) -> Handle:
+        """Combine `tensor` over all members into that of the member at position `root`.
+
+        On CPUs along a binomial tree of our own, for Gloo's order is a ring's; on GPUs NCCL's.
+        """
+        if tensor.device.type != "cpu":
+            return self._start(
+                "reduce",
+                tensor,
+                lambda: dist.reduce(
+                    tensor, group_dst=root, op=_OPS[op], group=self.process_group, async_op=True
+                ),
+            )
+        self._num_reduced += 1
+        tag = _TREE_TAG + self._num_reduced % _NUM_TREE_TAGS
+        return self._background.start(lambda: self._reduce_by_tree(tensor, root, op, tag))
+
+    def _reduce_by_tree(self, tensor: Tensor, root: int, op: str, tag: int) -> None:
+        held = widened(tensor)
+        other = torch.empty_like(held)
+        try:
+            for into, source in tree_pairs(self.size, root):
+                if self.index == into:
+                    dist.recv(other, group_src=source, group=self.process_group, tag=tag)
+                    held = join(held, other, op)
+                elif self.index == source:
+                    dist.send(held, group_dst=into, group=self.process_group, tag=tag)
+        except RuntimeError as error:
+            raise _peer_lost("reduce", self.ranks, error) from error
+        if self.index == root:
+            tensor.copy_(held)
+
     def barrier(self) -> None:
         """Return when every member has arrived."""
         self._start(
@@ -115,6 +162,7 @@ class TorchGroup:
 
     def close(self) -> None:
         """Destroy the process group."""
+        self._background.close()
         dist.destroy_process_group(self.process_group)
 
     def _start(
@@ -138,6 +186,7 @@ class WorldGroup(TorchGroup):
 
     def close(self) -> None:
         """Leave the default group alone: others may hold it too."""
+        self._background.close()
 
 
 def new_group(ranks: tuple[int, ...], rank: int, timeout_s: float) -> TorchGroup | None:

@@ -12,22 +12,43 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ganglion.comm.choice import TORCH
 from ganglion.comm.collectives import Group
+from ganglion.comm.traced import TracedGroup
+from ganglion.comm.transport import Transport
+from ganglion.errors import CommError
 from ganglion.topology import AXES, Mesh
+from ganglion.trace import Recorder
 
 GroupFactory = Callable[[tuple[str, ...]], Group]
+TransportFactory = Callable[[tuple[str, ...], Recorder | None], Transport]
 
 
 class World:
     """One rank's place in the mesh and its groups, made on first use."""
 
-    def __init__(self, rank: int, mesh: Mesh, group_along: GroupFactory) -> None:
-        """Describe the world seen by `rank`; `group_along(axes)` makes this rank's group."""
+    def __init__(
+        self,
+        rank: int,
+        mesh: Mesh,
+        group_along: GroupFactory,
+        transport_along: TransportFactory | None = None,
+        *,
+        way: str = TORCH,
+    ) -> None:
+        """Describe the world seen by `rank`.
+
+        `group_along(axes)` makes this rank's group, `transport_along(axes, trace)` the transport
+        between its ranks; `way` names what carries them.
+        """
+        self.way = way
+        self._transport_along = transport_along
         self.rank = rank
         self.mesh = mesh
         self.coordinates = mesh.coordinates(rank)
         self._group_along = group_along
         self._groups: dict[tuple[str, ...], Group] = {}
+        self._trace: Recorder | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -39,7 +60,23 @@ class World:
         key = tuple(axis for axis in AXES if axis in axes)
         if key not in self._groups:
             self._groups[key] = self._group_along(key)
-        return self._groups[key]
+        group = self._groups[key]
+        if self._trace is None or group.size == 1:
+            return group
+        return TracedGroup(group, key, self._trace)
+
+    def record_in(self, trace: Recorder) -> None:
+        """Record every collective of the groups asked for from now on."""
+        self._trace = trace if trace.enabled else None
+
+    def open_transport(self, *axes: str, trace: Recorder | None = None) -> Transport:
+        """Open a transport between the ranks along `axes`; all ranks must ask, in one order.
+
+        Whoever opens it closes it.
+        """
+        if self._transport_along is None:
+            raise CommError("this world has one rank: there is nobody to send messages to")
+        return self._transport_along(tuple(axis for axis in AXES if axis in axes), trace)
 
     def everyone(self) -> Group:
         """Return the group of all ranks."""

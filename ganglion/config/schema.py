@@ -85,6 +85,11 @@ class ParallelSection(Section):
     rank_order: list[str] = Field(
         default=list(DEFAULT_RANK_ORDER), description="axes from innermost to outermost"
     )
+    transport: Literal["auto", "shm", "torch", "mpi"] = Field(
+        "auto",
+        description='how ranks talk: "auto" (shared memory inside a host, torch.distributed '
+        'between hosts and for GPUs), "shm", "torch", or "mpi" (needs the extra `mpi`)',
+    )
     overlap: bool = Field(True, description="reduce gradients while backward runs")
     bucket_mib: float = Field(25.0, gt=0, description="size of one gradient bucket")
 

@@ -153,9 +153,15 @@ class GradientReducer:
             for bucket in buckets
         ]
 
+    def _empty(self, num_elements: int, like: Tensor) -> Tensor:
+        """Return memory for a bucket; on the host, such that the group need not copy it."""
+        if like.device.type == "cpu":
+            return self._group.allocate(num_elements, like.dtype)
+        return torch.empty(num_elements, dtype=like.dtype, device=like.device)
+
     def _allocate(self, bucket: Bucket) -> Tensor:
         first = self._parameters[bucket.members[0]]
-        buffer = torch.zeros(bucket.num_elements, dtype=first.dtype, device=first.device)
+        buffer = self._empty(bucket.num_elements, first).zero_()
         for member, offset in zip(bucket.members, bucket.offsets, strict=True):
             parameter = self._parameters[member]
             view = buffer[offset : offset + parameter.numel()].view_as(parameter)

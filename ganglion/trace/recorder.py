@@ -33,6 +33,7 @@ class Recorder:
         self.rank = rank
         self.enabled = enabled
         self.offset_s = 0.0
+        self.step = NONE  # the update being worked on, for events whose makers do not know it
         self.clock = clock
         self._rows: list[_Row] = []
 

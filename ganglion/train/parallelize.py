@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ganglion.comm import World, open_world
+from ganglion.comm import World, open_world, plain_group
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientReducer
 from ganglion.models import Blocks, LossFn, named_blocks, named_buffers, named_parameters
@@ -54,13 +54,14 @@ def parallelize(
     world = open_world(launch, plan.mesh(), timeout_s=timeout_s) if world is None else world
     device = pick_device(launch.local_rank) if device is None else device
     recorder = Recorder(world.rank, enabled=False) if recorder is None else recorder
+    world.record_in(recorder)
     keep_freed_memory()
     named = {name: block.to(device) for name, block in named_blocks(blocks).items()}
     parameters, buffers = named_parameters(named), named_buffers(named)
     _same_start({**parameters, **buffers}, world)
     reducer = GradientReducer(
         parameters,
-        world.group("data"),
+        plain_group(world.group("data")),
         recorder,
         bucket_bytes=int(bucket_mib * MIB),
         overlap=overlap,

@@ -142,6 +142,7 @@ class Run:
 
     def _train_step(self, batch: Batch) -> StepResult:
         self._seed_step()
+        self.recorder.step = self.step
         loss = self._parts.replica.forward_backward(batch, self.step)
         with self.recorder.span(COMPUTE, "update", step=self.step):
             grad_norm = self._clip()

@@ -56,4 +56,5 @@ def test_doctor_runs_a_real_all_reduce(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for part in ("torch", "cores", "memory", "gloo yes", "hf", "mpi", "plot", "wandb"):
         assert part in result.stdout
-    assert "all-reduce of 1 MiB over gloo: correct" in result.stdout
+    assert "sums over two ranks: correct; transport auto chose shm" in result.stdout
+    assert "message of 1 MB" in result.stdout

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ganglion.comm import MAX, World, run_threads, torch_world
+from ganglion.comm import MAX, Group, World, run_threads, torch_world
 from ganglion.comm.torch_group import new_group
 from ganglion.errors import PeerLost, ProtocolError
 from ganglion.topology import Mesh
@@ -18,7 +18,12 @@ from tests.harness import RankFailed, Ranks
 
 def on_mesh(world: World, mesh: Mesh) -> World:
     """Return the same processes seen as another mesh."""
-    return torch_world(world.rank, mesh, timeout_s=30.0)
+    return torch_world(world.rank, mesh, timeout_s=30.0, transport="torch")
+
+
+def gloo(world: World) -> Group:
+    """Return the group of both processes as Gloo carries it."""
+    return on_mesh(world, Mesh(data=2)).group("data")
 
 
 def every_collective(world: World) -> dict[str, list[float]]:
@@ -55,7 +60,7 @@ def test_processes_give_what_threads_give(ranks: Ranks, mesh: Mesh) -> None:
 
 
 def reduce_with_a_dead_peer(world: World) -> None:
-    group = world.group("data")
+    group = gloo(world)
     if world.rank == 1:
         os._exit(1)
     group.all_reduce(torch.zeros(1000)).wait()
@@ -69,7 +74,7 @@ def test_a_dead_peer_is_peer_lost() -> None:
 
 
 def stamp_before_waiting(world: World) -> tuple[float, float | None, float]:
-    group = world.group("data")
+    group = gloo(world)
     start_s = time.perf_counter()
     handle = group.all_reduce(torch.zeros(1000))
     while handle.finished_s is None and time.perf_counter() < start_s + 30:
@@ -87,7 +92,7 @@ def test_a_handle_tells_when_its_collective_was_done(ranks: Ranks) -> None:
 
 
 def refused_calls(world: World) -> list[str]:
-    group, messages = world.group("data"), []
+    group, messages = gloo(world), []
     for call in (
         lambda: group.all_reduce(torch.zeros(3, dtype=torch.int16)),
         lambda: group.all_gather(torch.zeros(5), torch.zeros(2)),
@@ -111,7 +116,7 @@ def test_a_call_that_torch_refuses_blames_the_call(ranks: Ranks) -> None:
 
 def failing_starts(world: World) -> list[str]:
     """Make torch fail at the start of a call as it does when a connection is lost."""
-    group, kinds = world.group("data"), []
+    group, kinds = gloo(world), []
     real_reduce, real_new = dist.all_reduce, dist.new_group
 
     def lost(*args: object, **options: object) -> None:

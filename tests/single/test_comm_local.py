@@ -134,7 +134,7 @@ def test_a_group_asked_for_after_a_failure_fails_at_once() -> None:
     failed = threading.Event()
 
     def fail() -> None:
-        hub.fail("rank 0 failed with ValueError: broken on purpose")
+        hub.fail(0, "rank 0 failed with ValueError: broken on purpose")
         failed.set()
 
     thread = threading.Thread(target=fail)

@@ -1,0 +1,357 @@
+"""Messages over torch.distributed: Gloo between hosts, NCCL between GPUs.
+
+torch's requests cannot be polled: a Gloo receive never shows as complete before it is waited for,
+a wait that times out closes the connection, and a dropped send loses its message. So threads wait,
+without the GIL, and everything they learn, their own failure too, goes into one queue:
+
+    post    -> isend header, isend payload -> [thread: waits for both, then frees them]
+    receive <- queue <- [thread, one for each peer: header, payload, header, payload ...]
+
+Each direction of a pair has a process group of its own, so that no message waits for one that goes
+the other way. Headers go over the host's backend, payloads over that of the device they are on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ganglion.comm.message import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    MAX_FORM_BYTES,
+    Arrival,
+    Forms,
+    Header,
+    Numbers,
+    flow_number,
+)
+from ganglion.comm.torch_group import new_group
+from ganglion.comm.transport import death, left, record, silence
+from ganglion.errors import CommError, ProtocolError
+from ganglion.trace import Recorder
+
+_RECORD = struct.Struct("<Qqqqq")  # bytes of the form, 0 for a goodbye; numbers of the message
+_RECORD_BYTES = _RECORD.size + MAX_FORM_BYTES
+_FOREVER = timedelta(days=365)  # silence is judged where somebody waits for a message
+_PARTING_S = 2.0
+
+
+class _Lost(NamedTuple):
+    source: int
+    reason: str | CommError
+
+
+class _Departed(NamedTuple):
+    source: int
+
+
+Inbox = queue.SimpleQueue[Arrival | _Lost | _Departed]
+
+
+class TorchTransport:
+    """Carries messages between pairs of ranks of torch's world."""
+
+    def __init__(
+        self,
+        rank: int,
+        pairs: Sequence[tuple[int, int]],
+        timeout_s: float,
+        trace: Recorder | None = None,
+    ) -> None:
+        """Connect the ranks of each pair; every rank of the world must call this with the same.
+
+        `timeout_s` is how long connecting may take.
+        """
+        self.rank = rank
+        self._trace = trace
+        self._num_posted = 0
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._broken: dict[int, str | CommError] = {}
+        self._departed: set[int] = set()
+        self._senders: dict[int, _Sender] = {}
+        self._receivers: dict[int, _Receiver] = {}
+        for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
+            for source, target in ((low, high), (high, low)):
+                group = new_group((low, high), rank, timeout_s)
+                if group is not None and rank == source:
+                    self._senders[target] = _Sender(rank, target, group.process_group)
+                elif group is not None:
+                    self._receivers[source] = _Receiver(source, group.process_group, self._inbox)
+        self.peers = tuple(sorted(self._senders))
+        for source, receiver in self._receivers.items():
+            receiver.start(self._senders[source])
+
+    def post(
+        self,
+        target: int,
+        kind: str,
+        tensor: Tensor,
+        *,
+        step: int = -1,
+        microbatch: int = -1,
+        version: int = -1,
+    ) -> None:
+        """Send a copy of `tensor` and never wait; see Transport."""
+        start_s = 0.0 if self._trace is None else self._trace.clock()
+        self._num_posted += 1
+        numbers = (step, microbatch, version, flow_number(self.rank, self._num_posted))
+        if target == self.rank:
+            self._post_to_self(kind, tensor, numbers)
+        elif target not in self._senders:
+            raise ProtocolError(
+                f"rank {self.rank} has no connection to rank {target}, only to "
+                f"{list(self.peers)}: open the transport with all pairs of ranks that talk"
+            )
+        else:
+            self._senders[target].post(kind, tensor, numbers)
+        if self._trace is not None and self._trace.enabled:
+            record(self._trace, "send", kind, numbers, tensor.nbytes, start_s)
+
+    def receive(self, timeout_s: float, awaiting: str = "a message") -> Arrival:
+        """Wait for the next arrival of any source; see Transport."""
+        end_s = time.monotonic() + timeout_s
+        while (arrival := self._next(end_s)) is None:
+            self._raise_if_broken(f"awaited {awaiting}")
+            if self.peers and len(self._departed) == len(self.peers):
+                raise left(self.rank, self._departed, f"awaited {awaiting}")
+            if time.monotonic() >= end_s:
+                silent = set(self.peers) - self._departed
+                raise silence(self.rank, silent, timeout_s, awaiting)
+        return arrival
+
+    def poll(self) -> Arrival | None:
+        """Return the next arrival if there is one now; see Transport."""
+        while not self._inbox.empty():
+            arrival = self._next(0.0)
+            if arrival is not None:
+                return arrival
+        self._raise_if_broken("looked for messages")
+        return None
+
+    def flush(self, timeout_s: float) -> None:
+        """Return when everything posted was handed over; see Transport."""
+        end_s = time.monotonic() + timeout_s
+        for target, sender in self._senders.items():
+            if not sender.flush(end_s - time.monotonic()):
+                raise silence(self.rank, [target], timeout_s, "room for what it posted")
+
+    def close(self) -> None:
+        """Say goodbye, end the threads and destroy the groups; see Transport."""
+        for sender in self._senders.values():
+            sender.say_bye()
+        end_s = time.monotonic() + _PARTING_S
+        parts: list[_Receiver | _Sender] = [*self._receivers.values(), *self._senders.values()]
+        for part in parts:
+            part.join(max(0.0, end_s - time.monotonic()))
+            dist.destroy_process_group(part.group)
+        self._senders.clear()
+        self._receivers.clear()
+
+    def _next(self, end_s: float) -> Arrival | None:
+        """Take one entry of the queue; wait for it only if nothing is known to be broken."""
+        wait_s = 0.0 if self._broken else max(0.0, end_s - time.monotonic())
+        try:
+            entry = self._inbox.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+        if isinstance(entry, Arrival):
+            return self._taken(entry)
+        self._departed.add(entry.source)
+        if isinstance(entry, _Lost):
+            self._broken[entry.source] = entry.reason
+        return None
+
+    def _taken(self, arrival: Arrival) -> Arrival:
+        _, header, tensor = arrival
+        if tensor.is_cuda:  # the allocator must know who uses it from here on
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if self._trace is not None and self._trace.enabled:
+            numbers = (header.step, header.microbatch, header.version, header.flow)
+            now_s = self._trace.clock()
+            record(self._trace, "receive", header.kind, numbers, tensor.nbytes, now_s)
+        return arrival
+
+    def _post_to_self(self, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        step, microbatch, version, flow = numbers
+        header = Header(kind, step, microbatch, version, tensor.shape, tensor.dtype, flow)
+        self._inbox.put(Arrival(self.rank, header, _copied(tensor)))
+
+    def _raise_if_broken(self, doing: str) -> None:
+        for peer, reason in self._broken.items():
+            if isinstance(reason, CommError):
+                raise reason
+            raise death(self.rank, peer, reason, doing)
+
+
+class _Sender:
+    """Starts sends to one peer, and a thread that keeps each handle until it is complete."""
+
+    def __init__(self, rank: int, target: int, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._rank = rank
+        self._target = target
+        self._forms = Forms()
+        self._handles: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None]
+        self._handles = queue.SimpleQueue()
+        self._num_unsent = 0
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._wait_for_all, daemon=True)
+        self._thread.start()
+
+    def post(self, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        device = HOST_MEMORY if tensor.is_cpu else DEVICE_MEMORY
+        form = self._forms.pack(kind, tensor.shape, tensor.dtype, device)
+        with self._changed:
+            doing = f"sent a message of kind {kind!r}"
+            if self._failure is not None:
+                raise death(self._rank, self._target, self._failure, doing)
+            if self._is_closed:
+                raise left(self._rank, [self._target], doing)
+            try:
+                self._start(form, tensor, numbers)
+            except RuntimeError as error:
+                raise death(self._rank, self._target, str(error), doing) from error
+
+    def say_bye(self) -> None:
+        """Tell the peer that nothing comes after this; once is enough."""
+        with self._changed:
+            if not self._is_closed and self._failure is None:
+                with contextlib.suppress(RuntimeError):  # it is gone: nobody to tell
+                    self._start(b"", None, (-1, -1, -1, -1))
+            if not self._is_closed:
+                self._handles.put(None)
+            self._is_closed = True
+
+    def flush(self, timeout_s: float) -> bool:
+        """Return whether all was handed over in time; raise PeerLost if it never will be."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._num_unsent == 0 or self._failure is not None, max(0.0, timeout_s)
+            )
+            if self._failure is not None:
+                raise death(self._rank, self._target, self._failure, "handed messages over")
+            return done
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _start(self, form: bytes, tensor: Tensor | None, numbers: Numbers) -> None:
+        packed = bytearray(_RECORD_BYTES)
+        _RECORD.pack_into(packed, 0, len(form), *numbers)
+        packed[_RECORD.size : _RECORD.size + len(form)] = form
+        works = [self._send(torch.frombuffer(packed, dtype=torch.uint8))]
+        if tensor is not None and tensor.nbytes:
+            works.append(self._send(_as_bytes(_copied(tensor))))
+        self._num_unsent += 1
+        self._handles.put(works)
+
+    def _send(self, data: Tensor) -> tuple[dist.Work, Tensor]:
+        work = dist.isend(data, self._target, group=self.group)
+        assert work is not None, "this rank is in the group"
+        return work, data
+
+    def _wait_for_all(self) -> None:
+        while (works := self._handles.get()) is not None:
+            try:
+                for work, data in works:
+                    _finish(work, data)
+            except RuntimeError as error:
+                self._settle(str(error))
+                return
+            self._settle(None)
+
+    def _settle(self, failure: str | None) -> None:
+        with self._changed:
+            self._num_unsent -= 1
+            self._failure = failure
+            self._changed.notify_all()
+
+
+class _Receiver:
+    """A thread that takes everything one peer sends and puts it into the queue."""
+
+    def __init__(self, source: int, group: dist.ProcessGroup, inbox: Inbox) -> None:
+        self.group = group
+        self._source = source
+        self._inbox = inbox
+        self._forms = Forms()
+
+    def start(self, back: _Sender) -> None:
+        """Begin; a goodbye is answered over `back`, so that the peer's thread can end too."""
+        self._thread = threading.Thread(target=self._run, args=(back,), daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _run(self, back: _Sender) -> None:
+        try:
+            while (arrival := self._receive()) is not None:
+                self._inbox.put(arrival)
+        except CommError as error:
+            self._inbox.put(_Lost(self._source, error))
+        except RuntimeError as error:
+            self._inbox.put(_Lost(self._source, str(error)))
+        else:
+            back.say_bye()
+            self._inbox.put(_Departed(self._source))
+
+    def _receive(self) -> Arrival | None:
+        """Take one message; None is a goodbye."""
+        packed = torch.empty(_RECORD_BYTES, dtype=torch.uint8)
+        self._fill(packed)
+        data = packed.numpy().tobytes()
+        size, step, microbatch, version, flow = _RECORD.unpack_from(data)
+        if size == 0:
+            return None
+        form = self._forms.parse(data[_RECORD.size : _RECORD.size + size], self._source)
+        numbers = (step, microbatch, version)
+        header = Header(form.kind, *numbers, form.shape, form.dtype, flow, form.device)
+        device = "cuda" if form.device == DEVICE_MEMORY else "cpu"
+        tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
+        if form.num_bytes:
+            self._fill(_as_bytes(tensor))
+        return Arrival(self._source, header, tensor)
+
+    def _fill(self, data: Tensor) -> None:
+        work = dist.irecv(data, self._source, group=self.group)
+        assert work is not None, "this rank is in the group"
+        _finish(work, data)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor, whatever its dtype, as torch can send it."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _finish(work: dist.Work, data: Tensor) -> None:
+    """Block this thread alone, without the GIL, until the data have been moved."""
+    if not data.is_cuda:
+        work.wait(_FOREVER)
+        return
+    # NCCL's wait only orders streams. A stream of this thread's own and an event tell when the
+    # data are there, without a halt of the whole device.
+    with torch.cuda.stream(torch.cuda.Stream(data.device)):  # type: ignore[no-untyped-call]
+        work.wait()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+    event.synchronize()
