@@ -20,6 +20,7 @@ settings.load_profile("ganglion")
 TIERS = ("pure", "single", "dist")
 RAN: Counter[str] = Counter()
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_PREFIXES = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")
 
 
 class _ForbidTorch:
@@ -62,7 +63,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in [*LAUNCHER_VARIABLES, *(k for k in os.environ if k.startswith("SLURM_"))]:
+    for name in [*LAUNCHER_VARIABLES, *(k for k in os.environ if k.startswith(LAUNCHER_PREFIXES))]:
         monkeypatch.delenv(name, raising=False)
     random.seed(0)
     if "torch" in sys.modules:

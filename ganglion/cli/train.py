@@ -62,10 +62,18 @@ def train_command(options: TrainOptions) -> int:
         return 0
     plan = make_plan(options, file, launch)
     plan.require_built()
+    if _wants_mpiexec(file, plan, launch):
+        from ganglion.cli.mpi import require_mpiexec
+
+        require_mpiexec()  # before anything is written
     if launch.local_rank == 0:
         prepare_data(file)
     if launch.launcher == "alone":
         return _train_alone(options, file, plan)
+    if launch.launcher == "mpiexec":
+        from ganglion.cli.mpi import train_as_mpi_rank
+
+        return train_as_mpi_rank(file, plan, _name(options), launch, options)
     from ganglion.cli.worker import train_under_launcher
 
     return train_under_launcher(file, plan, _name(options), launch, options) or 0
@@ -79,12 +87,19 @@ def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
         code = train_in_folder(folder, Launch(), resume=options.resume)
     else:
         with forwarded_signals() as received:  # before torch: importing it takes a while
-            from ganglion.cli.launcher import run_processes
-
+            if _wants_mpiexec(file, plan, Launch()):
+                from ganglion.cli.mpi import run_under_mpiexec as run_processes
+            else:
+                from ganglion.cli.launcher import run_processes
             level = options.log_level
             code = run_processes(folder, plan.num_ranks, options.resume, level, received)
     print_summary(folder, code)
     return code
+
+
+def _wants_mpiexec(file: RunFile, plan: Plan, launch: Launch) -> bool:
+    is_mpi = file.parallel.transport == "mpi"
+    return is_mpi and plan.num_ranks > 1 and launch.launcher == "alone"
 
 
 def prepare_data(file: RunFile) -> None:

@@ -8,12 +8,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ganglion.comm.choice import AUTO
+from ganglion.comm.choice import AUTO, MPI
 from ganglion.comm.collectives import SoloGroup
 from ganglion.comm.hosts import this_host
 from ganglion.comm.meeting import Meeting
 from ganglion.comm.world import World
-from ganglion.errors import LaunchError, LayoutError
+from ganglion.errors import ConfigError, LaunchError, LayoutError
 from ganglion.topology import Launch, Mesh
 
 
@@ -26,6 +26,17 @@ def open_world(
             f"the plan needs {mesh.num_ranks} processes, but {launch.num_ranks} were started "
             f"(by {launch.launcher}): start {mesh.num_ranks}, for example with torchrun "
             f"--nproc-per-node {mesh.num_ranks}"
+        )
+    if launch.launcher == "mpiexec":
+        from ganglion.comm.mpi_world import MpiMeeting  # the extra `mpi` is needed only here
+
+        meeting = MpiMeeting(timeout_s)  # it opens torch.distributed, too
+        if transport in (AUTO, MPI):
+            return meeting.world(mesh)
+    elif transport == MPI and launch.num_ranks > 1:
+        raise ConfigError(
+            f'parallel.transport = "mpi", but {launch.launcher} started this process: start it '
+            f'with mpiexec, or set parallel.transport = "auto"'
         )
     if launch.num_ranks == 1 and not dist.is_initialized():
         return World(0, mesh, lambda axes: SoloGroup(0))

@@ -1,4 +1,4 @@
-"""Who started this process: torchrun, srun or nobody, read from the environment it left.
+"""Who started this process: torchrun, mpiexec, srun or nobody, read from its environment.
 
 This is the launcher boundary: the only place outside `cli/` that looks at environment variables,
 and it looks at a mapping it is given.
@@ -12,6 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ganglion.errors import LaunchError
+
+# Rank, number of ranks, and the same on this host. srun may set PMI_RANK too, but not the others.
+_MPIEXEC = (
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # Cray
+    (  # Open MPI
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """Return how this process was started; a half-set environment is an error."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _torchrun(environment)
+    for names in _MPIEXEC:  # before Slurm, whose srun may have started mpiexec's helpers
+        if all(name in environment for name in names):
+            return _mpiexec(environment, names)
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         # One task has nobody to meet; inside `srun --pty bash` it may start processes of its own.
         return Launch() if _num_tasks(environment) == 1 else _srun(environment)
@@ -47,6 +60,19 @@ def _torchrun(environment: Mapping[str, str]) -> Launch:
         master_addr=_text(environment, "MASTER_ADDR"),
         master_port=_number(environment, "MASTER_PORT"),
         launcher="torchrun",
+    )
+
+
+def _mpiexec(environment: Mapping[str, str], names: tuple[str, ...]) -> Launch:
+    rank, num_ranks, local_rank, local_num_ranks = (_number(environment, n) for n in names)
+    if num_ranks == 1:
+        return Launch()
+    return Launch(
+        rank=rank,
+        num_ranks=num_ranks,
+        local_rank=local_rank,
+        local_num_ranks=local_num_ranks,
+        launcher="mpiexec",
     )
 
 

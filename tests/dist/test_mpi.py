@@ -1,0 +1,311 @@
+"""The MPI way between ranks, under a real mpiexec: results, failures, and nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ganglion.comm import run_threads
+from ganglion.topology import Mesh
+from tests.command import TINY, alive, environment, ganglion, metrics_of
+from tests.dist.test_comm_gloo import every_collective
+
+pytest.importorskip("mpi4py", reason="needs pip install 'ganglion[mpi]'")
+from ganglion.cli.mpi import require_mpiexec
+
+DEADLINE_S = 90
+PEACEFUL = (
+    *("exact", "in_place", "interleaved", "by_itself", "disagreeing", "stalled"),
+    *("messages", "strided", "troubled_mail", "again_and_again", "torch_too"),
+)
+# What `ganglion train --transport mpi` does: NUM_RANKS, then keys of the run file.
+TRAIN = """
+import sys
+from ganglion.cli.folder import prepare_folder
+from ganglion.cli.forwarding import forwarded_signals
+from ganglion.cli.mpi import run_under_mpiexec
+from ganglion.cli.overrides import split_overrides
+from ganglion.config import Override, load_run_file, resolve
+from ganglion.config.recipes import QUICKSTART, recipe
+
+keys = [Override(*pair) for pair in split_overrides(["train", *sys.argv[2:]])[1]]
+file = load_run_file(recipe(QUICKSTART), keys, QUICKSTART)
+plan = resolve(file, int(sys.argv[1]))
+folder = prepare_folder(file, plan, "run", resume=False)
+with forwarded_signals() as received:
+    sys.exit(run_under_mpiexec(folder, plan.num_ranks, False, "warning", received))
+"""
+RUN = [sys.executable, "-c", TRAIN, "2", *TINY, "--output.dir", "run"]
+LONG = [*RUN, "--train.steps", "100000"]
+
+
+def finish(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
+    """Wait for a process; past the deadline, show the stacks of its ranks and end them all."""
+    try:
+        _, errors = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, errors or ""
+    except subprocess.TimeoutExpired:
+        ranks = [path.name.removeprefix("stack") for path in folder.glob("stack*")]
+        for pid in alive([int(rank) for rank in ranks]):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = [f"{path.name}:\n{path.read_text()}" for path in folder.glob("stack*")]
+        raise AssertionError("\n".join(["the ranks did not end in time", *stacks])) from None
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of a process and of all that it started."""
+    if process.poll() is None:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.communicate()
+
+
+def run_bodies(num_ranks: int, folder: Path, *names: str) -> tuple[int, str]:
+    """Run bodies under mpiexec; return its code and all that was printed."""
+    command = [require_mpiexec(), "-n", str(num_ranks), sys.executable]
+    with (folder / "printed").open("w") as printed:
+        process = subprocess.Popen(
+            [*command, "-m", "tests.dist.mpi_bodies", str(folder), *names],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+        code, _ = finish(process, folder)
+    return code, (folder / "printed").read_text()
+
+
+class Outcome:
+    """What the peaceful bodies returned on every rank of one world."""
+
+    def __init__(self, num_ranks: int, folder: Path) -> None:
+        code, errors = run_bodies(num_ranks, folder, *PEACEFUL)
+        assert code == 0, errors
+        assert errors == ""
+        self.num_ranks = num_ranks
+        self._ranks = [
+            json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)
+        ]
+
+    def of(self, body: str) -> list[Any]:
+        return [rank[body] for rank in self._ranks]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return Outcome(request.param, tmp_path_factory.mktemp(f"mpi{request.param}"))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_give_what_threads_give(num_ranks: int, tmp_path: Path) -> None:
+    meshes = [Mesh(data=num_ranks), Mesh(x=num_ranks)]
+    if num_ranks == 4:
+        meshes.insert(0, Mesh(data=2, x=2))
+    expected = [run_threads(mesh, every_collective) for mesh in meshes]
+    code, errors = run_bodies(num_ranks, tmp_path, "meshes", *["along_axes"] * (num_ranks == 4))
+    assert code == 0, errors
+    for rank in range(num_ranks):
+        results = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert results["meshes"] == [by_rank[rank] for by_rank in expected]
+        beside = [rank ^ 2, rank ^ 1]  # along data, along x
+        assert results.get("along_axes", []) == [[p, p, rank] for p in beside][: num_ranks - 2]
+
+
+def test_every_bit_is_that_of_the_order_of_rank(outcome: Outcome) -> None:
+    """All dtypes and sizes, all collectives."""
+    assert outcome.of("exact") == [[]] * outcome.num_ranks
+
+
+def test_input_and_output_may_share_memory(outcome: Outcome) -> None:
+    assert outcome.of("in_place") == [[True, True]] * outcome.num_ranks
+
+
+def test_groups_do_not_mix(outcome: Outcome) -> None:
+    assert outcome.of("interleaved") == [[True] * 12] * outcome.num_ranks
+
+
+def test_a_started_collective_ends_by_itself(outcome: Outcome) -> None:
+    assert outcome.of("by_itself") == [[True, True]] * outcome.num_ranks
+
+
+def test_ranks_that_disagree_are_told_who_called_what(outcome: Outcome) -> None:
+    ranks = list(range(outcome.num_ranks))
+    for sizes, large, kinds, boolean, strides, whole, root in outcome.of("disagreeing"):
+        for rank in ranks:
+            assert f"{rank}: 'all_reduce(sum) of {5 + rank} float32'" in sizes
+            assert f"{rank}: 'all_reduce(sum) of {99_000 * (1 + rank)} float32'" in large
+        assert "0: 'all_reduce(sum) of 5 float32', 1: 'broadcast(root=0) of 5 float32'" in kinds
+        assert f"all_reduce of ranks {ranks} cannot have op 'sum', root 0 and torch.bool" in boolean
+        assert "strides (1, 3), on cpu: give it a contiguous one" in strides
+        assert "cannot join 2 torch.float32 and 5 torch.float32" in whole
+        assert "root 9" in root
+        for text in (sizes, large, kinds, boolean, strides, whole, root):
+            assert text.startswith("ProtocolError: ")
+
+
+def test_a_stalled_rank_is_named(outcome: Outcome) -> None:
+    last = outcome.num_ranks - 1
+    *others, stalled = outcome.of("stalled")
+    assert stalled == ["gave_up"] * last
+    for first, second in others:
+        assert first == second
+        assert first.startswith(
+            f"PeerLost: all_reduce(sum) of 10 float32 of ranks {list(range(last + 1))} did not "
+            f"end within 0.3 s: rank {last} stayed silent"
+        )
+
+
+def test_messages_of_any_shape_and_dtype_arrive_in_order(outcome: Outcome) -> None:
+    assert outcome.of("messages") == [[]] * outcome.num_ranks
+
+
+def test_all_ranks_may_post_much_at_once(outcome: Outcome) -> None:
+    assert outcome.of("strided") == [[True] * 2 * (outcome.num_ranks - 1)] * outcome.num_ranks
+
+
+def test_trouble_with_messages_names_the_rank(outcome: Outcome) -> None:
+    first, *others = outcome.of("troubled_mail")
+    silent, unknown, garbage, kinds, left, late, closed = first
+    peers = "rank 1" if outcome.num_ranks == 2 else "ranks [1, 2]"
+    assert silent.startswith(f"PeerLost: rank 0 waited 0.1 s for a gradient: {peers} stayed silent")
+    assert unknown.startswith("ProtocolError: rank 0 has no peer 99")
+    assert "sent what is no message header (" in garbage and "ProtocolError: rank " in garbage
+    assert kinds == str(["last"] * len(others))
+    assert left.startswith(f"PeerLost: rank 0 awaited a gradient, but {peers} had closed")
+    assert late.startswith("PeerLost: rank 0 sent a message of kind 'more', but rank 1 had closed")
+    assert closed.startswith("CommError: rank 0 uses a transport that it has closed")
+    assert all(other[0].startswith("PeerLost: ") for other in others)
+
+
+def test_a_hundred_groups_leave_nothing(outcome: Outcome) -> None:
+    for before, after in outcome.of("again_and_again"):
+        assert before == after
+
+
+def test_torch_has_a_world_for_checkpoints(outcome: Outcome) -> None:
+    ranks = list(range(outcome.num_ranks))
+    assert outcome.of("torch_too") == [["gloo", ranks]] * outcome.num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_killed_rank_ends_the_job(num_ranks: int, tmp_path: Path) -> None:
+    code, errors = run_bodies(num_ranks, tmp_path, "dying")
+    assert code != 0
+    assert "signal 9" in errors
+    assert alive([int(path.name.removeprefix("stack")) for path in tmp_path.glob("stack*")]) == []
+
+
+def test_an_uncaught_error_ends_the_job(tmp_path: Path) -> None:
+    code, errors = run_bodies(2, tmp_path, "raising")
+    assert code != 0
+    assert "ValueError: something nobody catches" in errors
+
+
+def start(command: list[str], cwd: Path) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, cwd=cwd, env=environment(), **pipes)
+
+
+def test_training_gives_what_gloo_gives(tmp_path: Path) -> None:
+    steps = ["--train.steps", "4"]
+    code, errors = finish(start([*RUN, *steps], tmp_path), tmp_path)
+    assert code == 0, errors
+    plain = ganglion("train", *TINY, *steps, "--nproc", "2", "--output.dir", "gloo", cwd=tmp_path)
+    assert plain.returncode == 0, plain.stderr
+    losses, expected = ([r["loss"] for r in metrics_of(tmp_path / n)] for n in ("run", "gloo"))
+    assert losses == expected
+    assert "rank 1 of 2, started by mpiexec" in (tmp_path / "run/logs/rank1.log").read_text()
+    assert (tmp_path / "run/checkpoints/step-00000004/state.json").exists()
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A run that is under way, and its ranks; whatever is left of it is ended afterwards."""
+    process = start(LONG, tmp_path)
+    metrics = tmp_path / "run/metrics.jsonl"
+    end_s = time.monotonic() + DEADLINE_S
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_s, "no step was finished in time"
+        time.sleep(0.05)
+    started = psutil.Process(process.pid).children(recursive=True)
+    yield process, [each for each in started if "ganglion.cli.mpi" in each.cmdline()[1:4]]
+    end(process)
+    for each in started:
+        if each.is_running():
+            each.kill()
+
+
+LongRun = tuple[subprocess.Popen[str], list[psutil.Process]]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+def test_ctrl_c_stops_with_a_checkpoint(long_run: LongRun, tmp_path: Path) -> None:
+    process, ranks = long_run
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGINT)
+    code, errors = finish(process, tmp_path)
+    assert code == 130, errors
+    assert "stopping after this step, with a checkpoint" in errors
+    assert "Traceback" not in errors and "error:" not in errors
+    done = len(metrics_of(tmp_path / "run"))
+    assert (tmp_path / f"run/checkpoints/step-{done:08d}/state.json").exists()
+    assert gone(ranks)
+
+
+def test_a_second_ctrl_c_stops_at_once(long_run: LongRun, tmp_path: Path) -> None:
+    process, ranks = long_run
+    for rank in ranks:  # frozen ranks never finish their step
+        rank.suspend()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert finish(process, tmp_path)[0] == 130
+    assert gone(ranks)
+
+
+def test_a_killed_rank_of_a_training_is_told(long_run: LongRun, tmp_path: Path) -> None:
+    process, ranks = long_run
+    ranks[1].kill()
+    code, errors = finish(process, tmp_path)
+    assert code == 1
+    assert "error: a rank died and mpiexec ended the others, code 9" in errors
+    assert f"process {ranks[1].pid} on " in errors
+    assert gone(ranks)
+
+
+def test_ranks_do_not_outlive_a_killed_parent(long_run: LongRun) -> None:
+    process, ranks = long_run
+    process.kill()
+    process.communicate()
+    assert gone(ranks)
+
+
+def test_an_error_of_one_rank_is_told_once(tmp_path: Path) -> None:
+    """Rank 1 cannot write its trace."""
+    command = [*RUN, "--train.steps", "4"]
+    (tmp_path / "run/trace/rank1.jsonl").mkdir(parents=True)
+    code, errors = finish(start(command, tmp_path), tmp_path)
+    assert code == 1
+    assert errors.count("error: rank 1 failed: IsADirectoryError: ") == 1
+    assert "error: rank 0" not in errors
+    assert "logs of all ranks: run/logs" in errors
