@@ -8,6 +8,7 @@
     |-- DataError            a corpus, tokenizer or data set that cannot be used
     |-- CheckpointError      missing, incomplete, corrupt or mismatching saved state
     |-- LaunchError          processes could not be started or could not meet
+    |-- PipelineError        an action of a stage failed; names rank, stage and microbatch
     `-- CommError            ranks failed to talk
         |-- PeerLost         another rank is gone or silent past its deadline
         `-- ProtocolError    ranks disagree about what is being exchanged
@@ -48,6 +49,10 @@ class CheckpointError(GanglionError):
 
 class LaunchError(GanglionError):
     """Processes that could not be started, or could not find each other."""
+
+
+class PipelineError(GanglionError):
+    """A computation of a stage that failed, here or on another rank."""
 
 
 class CommError(GanglionError):

@@ -147,11 +147,9 @@ class Plan:
 
 # What each field must be until its machinery exists, and its key in a run file.
 _UNBUILT: dict[str, tuple[object, str]] = {
-    "pipe": (1, "parallel.pipe"),
     "x": (1, "parallel.x"),
     "y": (1, "parallel.y"),
     "z": (1, "parallel.z"),
-    "schedule": ("one_f_one_b", "parallel.schedule"),
     "recompute": ("none", "memory.recompute"),
     "offload": ("none", "memory.offload"),
     "averaging": ("none", "averaging.method"),

@@ -41,6 +41,10 @@ class BackgroundHandle:
         self._error = error
         self._done.set()
 
+    def is_done(self) -> bool:
+        """Say, without waiting, whether `wait` would return or raise at once."""
+        return self._done.is_set()
+
     def wait(self) -> None:
         """Return when it is done; raise what it raised."""
         self._done.wait()

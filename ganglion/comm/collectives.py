@@ -31,6 +31,9 @@ class Handle(Protocol):
     def finished_s(self) -> float | None:
         """When it was done; None if it is not, or nobody could see it."""
 
+    def is_done(self) -> bool:
+        """Say, without waiting, whether `wait` would return or raise at once."""
+
     def wait(self) -> None:
         """Return when the result is in place; raise CommError if it will never be."""
 
@@ -86,6 +89,10 @@ class Done:
     def __init__(self) -> None:
         """Begin and end now."""
         self.started_s = time.perf_counter()
+
+    def is_done(self) -> bool:
+        """Say yes."""
+        return True
 
     def wait(self) -> None:
         """Return at once."""

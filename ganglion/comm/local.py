@@ -91,6 +91,10 @@ class _LocalHandle:
         self.started_s = time.perf_counter()
         self.finished_s: float | None = None
 
+    def is_done(self) -> bool:
+        """Say, without waiting, whether `wait` would return or raise at once."""
+        return self._waited or self._exchange.meeting(self._number).complete.is_set()
+
     def wait(self) -> None:
         """Return when the result is in place."""
         if self._waited:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ganglion.comm.message import Arrival, Forms, Header, Numbers, flow_number
+from ganglion.comm.message import Arrival, Forms, Header, Numbers, flow_number, header_numbers
 from ganglion.comm.transport import death, left, record, silence
 from ganglion.errors import PeerLost, ProtocolError
 from ganglion.trace import Recorder
@@ -103,14 +103,20 @@ class _Mailbox:
                     raise silence(rank, set(peers) - self._departed, timeout_s, awaiting)
                 self._changed.wait(next_s - now_s)
 
-    def take_now(self, rank: int) -> Arrival | None:
-        """Return the next message if one is due."""
+    def take_now(self, rank: int, timeout_s: float) -> Arrival | None:
+        """Return the next message if one is due in time."""
+        end_s = time.monotonic() + timeout_s
         with self._changed:
-            if self._due and self._due[0][0] <= time.monotonic():
-                return heapq.heappop(self._due)[2]
-            if not self._due and self._lost:
-                raise self._loss(rank, "looked for messages")
-            return None
+            while True:
+                now_s = time.monotonic()
+                if self._due and self._due[0][0] <= now_s:
+                    return heapq.heappop(self._due)[2]
+                if not self._due and self._lost:
+                    raise self._loss(rank, "looked for messages")
+                if now_s >= end_s:
+                    return None
+                next_s = min(end_s, self._due[0][0] if self._due else end_s)
+                self._changed.wait(next_s - now_s)
 
     def _raise_if_alone(self, rank: int, peers: set[int], doing: str) -> None:
         if not self._due and self._lost:
@@ -147,6 +153,7 @@ class LocalTransport:
         tensor: Tensor,
         *,
         step: int = -1,
+        stage: int = -1,
         microbatch: int = -1,
         version: int = -1,
     ) -> None:
@@ -159,7 +166,7 @@ class LocalTransport:
         self._die_if_due()
         if self._boxes[target].closed:
             raise left(self.rank, [target], f"sent a message of kind {kind!r}")
-        numbers = (step, microbatch, version, flow_number(self.rank, self._num_posted))
+        numbers = (step, stage, microbatch, version, flow_number(self.rank, self._num_posted))
         self._deliver(target, kind, tensor, numbers)
         if self._trace is not None and self._trace.enabled:
             record(self._trace, "send", kind, numbers, tensor.nbytes, start_s)
@@ -170,10 +177,10 @@ class LocalTransport:
         box = self._boxes[self.rank]
         return self._recorded(box.take(self.rank, self.peers, timeout_s, awaiting))
 
-    def poll(self) -> Arrival | None:
-        """Return the next arrival if there is one now; see Transport."""
+    def poll(self, timeout_s: float = 0.0) -> Arrival | None:
+        """Return the next arrival if one comes in time; see Transport."""
         self._raise_if_dead("looked for messages")
-        arrival = self._boxes[self.rank].take_now(self.rank)
+        arrival = self._boxes[self.rank].take_now(self.rank, timeout_s)
         return None if arrival is None else self._recorded(arrival)
 
     def flush(self, timeout_s: float) -> None:
@@ -193,15 +200,17 @@ class LocalTransport:
             due_s = time.monotonic() + draw.random() * faults.delay_s
             if not faults.reorder:
                 due_s = self._last_due_s[target] = max(due_s, self._last_due_s[target])
-            step, microbatch, version, flow = numbers
-            header = Header(kind, step, microbatch, version, tensor.shape, tensor.dtype, flow)
+            step, stage, microbatch, version, flow = numbers
+            header = Header(
+                kind, step, stage, microbatch, version, tensor.shape, tensor.dtype, flow
+            )
             copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
             self._boxes[target].put(due_s, Arrival(self.rank, header, copy))
 
     def _recorded(self, arrival: Arrival) -> Arrival:
         if self._trace is not None and self._trace.enabled:
             header = arrival.header
-            numbers = (header.step, header.microbatch, header.version, header.flow)
+            numbers = header_numbers(header)
             now_s = self._trace.clock()
             record(self._trace, "receive", header.kind, numbers, arrival.tensor.nbytes, now_s)
         return arrival

@@ -4,7 +4,7 @@ A header is bytes of a fixed layout, never a pickle, so garbage on a wire is an 
 It has two parts: numbers that change with every message, and a form that is the same for thousands
 of messages and is therefore packed and parsed once:
 
-    numbers:  step, microbatch, version, flow
+    numbers:  step, stage, microbatch, version, flow
     form:     magic, format, dims, dtype, device, kind, bytes, shape
 """
 
@@ -50,8 +50,8 @@ _FIXED = struct.Struct("<4sBBBB16sQ")
 _SHAPES = tuple(struct.Struct(f"<{dims}q") for dims in range(MAX_DIMS + 1))
 _MAX_CACHED = 1024
 
-Numbers = tuple[int, int, int, int]  # step, microbatch, version, flow
-NUMBERS = struct.Struct("<qqqq")
+Numbers = tuple[int, int, int, int, int]  # step, stage, microbatch, version, flow
+NUMBERS = struct.Struct("<qqqqq")
 MAX_FORM_BYTES = _FIXED.size + 8 * MAX_DIMS
 
 
@@ -74,6 +74,7 @@ class Header(NamedTuple):
 
     kind: str
     step: int
+    stage: int
     microbatch: int
     version: int
     shape: tuple[int, ...]
@@ -83,9 +84,14 @@ class Header(NamedTuple):
 
     def __str__(self) -> str:
         """Name the message as an error would: its kind and the numbers that have a meaning."""
-        numbers = {"step": self.step, "microbatch": self.microbatch, "version": self.version}
-        given = [f"{name} {number}" for name, number in numbers.items() if number != -1]
+        names = ("step", "stage", "microbatch", "version")
+        given = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) != -1]
         return ", ".join([self.kind, *given, f"{self.dtype} {tuple(self.shape)}"])
+
+
+def header_numbers(header: Header) -> Numbers:
+    """Return the numbers that a header was made of."""
+    return header.step, header.stage, header.microbatch, header.version, header.flow
 
 
 class Arrival(NamedTuple):

@@ -62,6 +62,10 @@ class MpiHandle:
         """Whether there is nothing left to wait for."""
         return self.finished_s is not None or self.error is not None
 
+    def is_done(self) -> bool:
+        """Say, without waiting, whether `wait` would return or raise at once."""
+        return self.done
+
     def wait(self) -> None:
         """Return when the result is in place; raise CommError if it will never be."""
         if not self.done:

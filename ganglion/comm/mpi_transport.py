@@ -28,6 +28,7 @@ from ganglion.comm.message import (
     Header,
     Numbers,
     flow_number,
+    header_numbers,
 )
 from ganglion.comm.mpi_blocks import Blocks
 from ganglion.comm.mpi_progress import Activity, Progress
@@ -85,6 +86,7 @@ class MpiTransport:
         tensor: Tensor,
         *,
         step: int = -1,
+        stage: int = -1,
         microbatch: int = -1,
         version: int = -1,
     ) -> None:
@@ -92,7 +94,7 @@ class MpiTransport:
         start_s = 0.0 if self._trace is None else self._trace.clock()
         self._check_target(target, kind)
         self._num_posted += 1
-        numbers = (step, microbatch, version, flow_number(self.rank, self._num_posted))
+        numbers = (step, stage, microbatch, version, flow_number(self.rank, self._num_posted))
         self._send(target, self._packed(kind, tensor, numbers))
         if self._trace is not None and self._trace.enabled:
             record(self._trace, "send", kind, numbers, tensor.nbytes, start_s)
@@ -110,11 +112,11 @@ class MpiTransport:
             raise left(self.rank, self._departed, f"awaited {awaiting}")
         raise silence(self.rank, set(self.peers) - self._departed, timeout_s, awaiting)
 
-    def poll(self) -> Arrival | None:
-        """Return the next arrival if there is one now; see Transport."""
+    def poll(self, timeout_s: float = 0.0) -> Arrival | None:
+        """Return the next arrival if one comes in time; see Transport."""
         self._check_open()
         if not self._mailbox:
-            self._progress.wait(self._has_news, 0.0)
+            self._progress.wait(self._has_news, timeout_s)
         if self._mailbox:
             return self._taken()
         if self._failure is not None:
@@ -212,11 +214,11 @@ class MpiTransport:
                 f"rank {source} sent {len(view) - start} bytes of data where its header says "
                 f"{form.num_bytes}: check that all ranks run the same version of Ganglion"
             )
-        step, microbatch, version, flow = NUMBERS.unpack_from(view, _LENGTH.size)
+        step, stage, microbatch, version, flow = NUMBERS.unpack_from(view, _LENGTH.size)
         tensor = data[start:].view(form.dtype).view(form.shape)
         if form.device == DEVICE_MEMORY:
             tensor = tensor.cuda()
-        numbers = (step, microbatch, version)
+        numbers = (step, stage, microbatch, version)
         header = Header(form.kind, *numbers, form.shape, form.dtype, flow, form.device)
         return Arrival(source, header, tensor)
 
@@ -233,7 +235,7 @@ class MpiTransport:
         arrival = self._mailbox.popleft()
         if self._trace is not None and self._trace.enabled:
             header = arrival.header
-            numbers = (header.step, header.microbatch, header.version, header.flow)
+            numbers = header_numbers(header)
             now_s = self._trace.clock()
             record(self._trace, "receive", header.kind, numbers, arrival.tensor.nbytes, now_s)
         return arrival

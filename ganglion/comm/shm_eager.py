@@ -44,6 +44,10 @@ class EagerHandle:
             self._path.glance()
         return self.settled_s
 
+    def is_done(self) -> bool:
+        """Say, without waiting, whether `wait` would return or raise at once."""
+        return self.finished_s is not None or self._path.has_failed
+
     def wait(self) -> None:
         """Return when the result is in place; raise CommError if it will never be."""
         if self.settled_s is None:
@@ -64,6 +68,11 @@ class EagerPath:
         self._early: dict[int, list[tuple[int, Arrival]]] = {}
         self._fate = fate
         fate.on_failure(lambda error: self._post(pack_failure(error)))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the group has come to its end."""
+        return self._fate.failure() is not None
 
     def start(self, call: Call, pieces: Sequence[bytes], finish: Finish) -> EagerHandle:
         """Send `pieces[i]` to member i; `finish` gets the arrivals by member."""

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 MESSAGE, SLOT, SEGMENT, RETIRE, BYE = range(1, 6)
 _MAGIC = 0x6C47
 # magic, type, slot or number of slots, segment, bytes of the form or of a slot, and the message's
-# step, microbatch, version and flow
-_FRAME = struct.Struct("<HBBIQqqqq")
+# step, stage, microbatch, version and flow
+_FRAME = struct.Struct("<HBBIQqqqqq")
 _FRAME_BYTES = _FRAME.size
 _INBOX_BYTES = 64 << 10
 _ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(array.array("i").itemsize)
@@ -225,8 +225,9 @@ class Link:
                 break
             else:
                 form = self._forms.parse(self._inbox[body : body + size].tobytes(), self.peer)
-                step, microbatch, version, flow = numbers
-                header = Header(form.kind, step, microbatch, version, form.shape, form.dtype, flow)
+                step, stage, microbatch, version, flow = numbers
+                place = (step, stage, microbatch, version)
+                header = Header(form.kind, *place, form.shape, form.dtype, flow)
                 start = body + size
                 if kind == MESSAGE:
                     start += self._take_inline(form, header, start)
@@ -319,7 +320,7 @@ class _Partial:
 
 
 def _control(kind: int, index: int = 0, number: int = 0, size: int = 0) -> bytes:
-    return _FRAME.pack(_MAGIC, kind, index, number, size, -1, -1, -1, -1)
+    return _FRAME.pack(_MAGIC, kind, index, number, size, -1, -1, -1, -1, -1)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -43,6 +43,10 @@ class Job:
         self._gate = threading.Lock()  # an Event would cost ten times as much to make
         self._gate.acquire()
 
+    def is_done(self) -> bool:
+        """Say, without waiting, whether `wait` would return or raise at once."""
+        return self.done
+
     def wait(self) -> None:
         """Return when the result is in place; raise CommError if it will never be."""
         if not self.done:

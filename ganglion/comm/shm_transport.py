@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ganglion.comm.message import Arrival, Header, Numbers, flow_number
+from ganglion.comm.message import Arrival, Header, Numbers, flow_number, header_numbers
 from ganglion.comm.shm_link import Broken, Link
 from ganglion.comm.shm_memory import MakeSegment, Segment
 from ganglion.comm.transport import death, left, record, silence
@@ -85,13 +85,14 @@ class ShmTransport:
         tensor: Tensor,
         *,
         step: int = -1,
+        stage: int = -1,
         microbatch: int = -1,
         version: int = -1,
     ) -> None:
         """Send a copy of `tensor` and never wait; see Transport."""
         start_s = 0.0 if self._trace is None else self._trace.clock()
         self._num_posted += 1
-        numbers = (step, microbatch, version, flow_number(self.rank, self._num_posted))
+        numbers = (step, stage, microbatch, version, flow_number(self.rank, self._num_posted))
         num_bytes = tensor.nbytes
         link = self._links.get(target)
         if link is None:
@@ -115,10 +116,10 @@ class ShmTransport:
             self._wait(timeout_s, awaiting)
         return self._arrivals.popleft()
 
-    def poll(self) -> Arrival | None:
-        """Return the next arrival if there is one now; see Transport."""
+    def poll(self, timeout_s: float = 0.0) -> Arrival | None:
+        """Return the next arrival if one comes in time; see Transport."""
         if self._backlog or not self._arrivals:
-            self._pump(0.0)
+            self._pump(0.0 if self._arrivals else timeout_s)
         if self._arrivals:
             return self._arrivals.popleft()
         self._raise_if_broken("looked for messages")
@@ -200,7 +201,7 @@ class ShmTransport:
 
     def _record_arrivals(self, trace: Recorder, num_known: int, start_s: float) -> None:
         for _, header, tensor in itertools.islice(self._arrivals, num_known, None):
-            numbers = (header.step, header.microbatch, header.version, header.flow)
+            numbers = header_numbers(header)
             record(trace, "receive", header.kind, numbers, tensor.nbytes, start_s)
 
     def _watch(self, link: Link) -> None:
@@ -216,9 +217,9 @@ class ShmTransport:
         """Deliver to oneself; any other rank without a link is an error."""
         if target != self.rank:
             raise self._unsent(target, kind)
-        step, microbatch, version, flow = numbers
+        step, stage, microbatch, version, flow = numbers
         copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        header = Header(kind, step, microbatch, version, tensor.shape, tensor.dtype, flow)
+        header = Header(kind, step, stage, microbatch, version, tensor.shape, tensor.dtype, flow)
         self._arrivals.append(Arrival(target, header, copy))
         if self._trace is not None and self._trace.enabled:
             self._record_arrivals(self._trace, len(self._arrivals) - 1, self._trace.clock())

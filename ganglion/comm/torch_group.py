@@ -53,6 +53,10 @@ class TorchHandle:
         """When the work was done; None on GPUs, whose futures are ready before their kernels."""
         return self._stamps[0] if self._stamps else None
 
+    def is_done(self) -> bool:
+        """Say, without waiting, whether `wait` would return or raise at once."""
+        return bool(self._stamps) or bool(self._work.is_completed())
+
     def wait(self) -> None:
         """Block until done; a lost peer becomes PeerLost, a refused dtype ProtocolError."""
         try:

@@ -35,13 +35,14 @@ from ganglion.comm.message import (
     Header,
     Numbers,
     flow_number,
+    header_numbers,
 )
 from ganglion.comm.torch_group import new_group
 from ganglion.comm.transport import death, left, record, silence
 from ganglion.errors import CommError, ProtocolError
 from ganglion.trace import Recorder
 
-_RECORD = struct.Struct("<Qqqqq")  # bytes of the form, 0 for a goodbye; numbers of the message
+_RECORD = struct.Struct("<Qqqqqq")  # bytes of the form, 0 for a goodbye; numbers of the message
 _RECORD_BYTES = _RECORD.size + MAX_FORM_BYTES
 _FOREVER = timedelta(days=365)  # silence is judged where somebody waits for a message
 _PARTING_S = 2.0
@@ -99,13 +100,14 @@ class TorchTransport:
         tensor: Tensor,
         *,
         step: int = -1,
+        stage: int = -1,
         microbatch: int = -1,
         version: int = -1,
     ) -> None:
         """Send a copy of `tensor` and never wait; see Transport."""
         start_s = 0.0 if self._trace is None else self._trace.clock()
         self._num_posted += 1
-        numbers = (step, microbatch, version, flow_number(self.rank, self._num_posted))
+        numbers = (step, stage, microbatch, version, flow_number(self.rank, self._num_posted))
         if target == self.rank:
             self._post_to_self(kind, tensor, numbers)
         elif target not in self._senders:
@@ -130,10 +132,11 @@ class TorchTransport:
                 raise silence(self.rank, silent, timeout_s, awaiting)
         return arrival
 
-    def poll(self) -> Arrival | None:
-        """Return the next arrival if there is one now; see Transport."""
-        while not self._inbox.empty():
-            arrival = self._next(0.0)
+    def poll(self, timeout_s: float = 0.0) -> Arrival | None:
+        """Return the next arrival if one comes in time; see Transport."""
+        end_s = time.monotonic() + timeout_s
+        while not self._inbox.empty() or (not self._broken and time.monotonic() < end_s):
+            arrival = self._next(end_s)
             if arrival is not None:
                 return arrival
         self._raise_if_broken("looked for messages")
@@ -177,14 +180,14 @@ class TorchTransport:
         if tensor.is_cuda:  # the allocator must know who uses it from here on
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if self._trace is not None and self._trace.enabled:
-            numbers = (header.step, header.microbatch, header.version, header.flow)
+            numbers = header_numbers(header)
             now_s = self._trace.clock()
             record(self._trace, "receive", header.kind, numbers, tensor.nbytes, now_s)
         return arrival
 
     def _post_to_self(self, kind: str, tensor: Tensor, numbers: Numbers) -> None:
-        step, microbatch, version, flow = numbers
-        header = Header(kind, step, microbatch, version, tensor.shape, tensor.dtype, flow)
+        step, stage, microbatch, version, flow = numbers
+        header = Header(kind, step, stage, microbatch, version, tensor.shape, tensor.dtype, flow)
         self._inbox.put(Arrival(self.rank, header, _copied(tensor)))
 
     def _raise_if_broken(self, doing: str) -> None:
@@ -230,7 +233,7 @@ class _Sender:
         with self._changed:
             if not self._is_closed and self._failure is None:
                 with contextlib.suppress(RuntimeError):  # it is gone: nobody to tell
-                    self._start(b"", None, (-1, -1, -1, -1))
+                    self._start(b"", None, (-1, -1, -1, -1, -1))
             if not self._is_closed:
                 self._handles.put(None)
             self._is_closed = True
@@ -314,11 +317,11 @@ class _Receiver:
         packed = torch.empty(_RECORD_BYTES, dtype=torch.uint8)
         self._fill(packed)
         data = packed.numpy().tobytes()
-        size, step, microbatch, version, flow = _RECORD.unpack_from(data)
+        size, step, stage, microbatch, version, flow = _RECORD.unpack_from(data)
         if size == 0:
             return None
         form = self._forms.parse(data[_RECORD.size : _RECORD.size + size], self._source)
-        numbers = (step, microbatch, version)
+        numbers = (step, stage, microbatch, version)
         header = Header(form.kind, *numbers, form.shape, form.dtype, flow, form.device)
         device = "cuda" if form.device == DEVICE_MEMORY else "cpu"
         tensor = torch.empty(form.shape, dtype=form.dtype, device=device)

@@ -34,6 +34,10 @@ class TracedHandle:
         """When it was done."""
         return self._inner.finished_s
 
+    def is_done(self) -> bool:
+        """Say, without waiting, whether `wait` would return or raise at once."""
+        return self._inner.is_done()
+
     def wait(self) -> None:
         """Return when the result is in place."""
         self._inner.wait()

@@ -37,6 +37,7 @@ class Transport(Protocol):
         tensor: Tensor,
         *,
         step: int = -1,
+        stage: int = -1,
         microbatch: int = -1,
         version: int = -1,
     ) -> None:
@@ -53,8 +54,8 @@ class Transport(Protocol):
         message is a ProtocolError that names the sender.
         """
 
-    def poll(self) -> Arrival | None:
-        """Return the next arrival if there is one now; raise as `receive` does."""
+    def poll(self, timeout_s: float = 0.0) -> Arrival | None:
+        """Return the next arrival if one comes in time, else None; a loss is raised."""
 
     def flush(self, timeout_s: float) -> None:
         """Return when everything posted was handed over; PeerLost names the ranks that lag."""
@@ -100,13 +101,14 @@ def record(
     trace: Recorder, verb: str, kind: str, numbers: Numbers, num_bytes: int, start_s: float
 ) -> None:
     """Note one message as an event that ends now."""
-    step, microbatch, version, flow = numbers
+    step, stage, microbatch, version, flow = numbers
     trace.add(
         COMM,
         f"{verb}_{kind}",
         start_s,
         trace.clock(),
         step=step,
+        stage=stage,
         microbatch=microbatch,
         version=version,
         num_bytes=num_bytes,

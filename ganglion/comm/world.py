@@ -95,13 +95,7 @@ class World:
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank, without pickling."""
-        payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-        size = torch.tensor([len(payload)])
-        self.everyone().broadcast(size).wait()
-        if self.rank:
-            payload = torch.empty(int(size), dtype=torch.uint8)
-        self.everyone().broadcast(payload).wait()
-        return bytes(payload.tolist()).decode().rstrip("\0")
+        return broadcast_text(self.everyone(), text, 0)
 
     def clock_offset_s(self, rounds: int = 10) -> float:
         """Measure what to add to this rank's perf_counter to get rank 0's.
@@ -122,3 +116,14 @@ class World:
         for group in self._groups.values():
             group.close()
         self._groups.clear()
+
+
+def broadcast_text(group: Group, text: str, root: int) -> str:
+    """Return the text of the member at position `root` on every member, without pickling."""
+    payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    size = torch.tensor([len(payload)])
+    group.broadcast(size, root).wait()
+    if group.index != root:
+        payload = torch.empty(int(size), dtype=torch.uint8)
+    group.broadcast(payload, root).wait()
+    return bytes(payload.tolist()).decode().rstrip("\0")

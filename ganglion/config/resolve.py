@@ -12,7 +12,7 @@ from ganglion.config.schema import ModelSection, RunFile
 from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.errors import LayoutError
 from ganglion.plan import Plan
-from ganglion.schedules import canonical_schedule
+from ganglion.schedules import canonical_schedule, make_schedule, stage_map_of
 
 
 def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
@@ -37,6 +37,7 @@ def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
         servers=run.averaging.servers,
     )
     check_model(run.model, plan)
+    check_schedule(plan)
     check_steps(run)
     return plan
 
@@ -130,13 +131,22 @@ def num_blocks(model: ModelSection) -> int | None:
     return ConvShape(image_size=28, num_channels=1, num_outputs=10).num_blocks
 
 
+def check_schedule(plan: Plan) -> None:
+    """Refuse a batch that the schedule cannot run."""
+    make_schedule(plan.schedule, 0, plan.pipe).admit(plan.num_microbatches)
+
+
 def check_model(model: ModelSection, plan: Plan) -> None:
     """Refuse a model that does not fit the plan's axes."""
     blocks = num_blocks(model)
-    if blocks is not None and plan.pipe > blocks:
+    num_stages = stage_map_of(plan.schedule, plan.pipe).num_stages if plan.pipe > 1 else 1
+    if blocks is not None and num_stages > blocks:
+        chunks = num_stages // plan.pipe
         raise LayoutError(
-            f"parallel.pipe = {plan.pipe} stages, but the model has {blocks} blocks: "
-            f"use at most {blocks} stages or raise model.layers"
+            f"parallel.pipe = {plan.pipe} makes {num_stages} stages"
+            + (f" ({chunks} a rank under {plan.schedule})" if chunks > 1 else "")
+            + f", but the model has {blocks} blocks: use at most {blocks} stages or raise "
+            f"model.layers"
         )
     if blocks is not None and plan.stage_boundaries and plan.stage_boundaries[-1] >= blocks:
         raise LayoutError(

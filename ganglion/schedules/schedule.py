@@ -84,6 +84,7 @@ class Chunk:
         self.num_begun = 0  # forwards
         self.backwards_left: dict[int, int] = {}  # by batch
         self.num_reducible = 0  # batches whose gradients are whole, and all before them too
+        self.num_reduced = 0  # batches whose gradients are summed over the replicas
         self.version = 0
 
 
@@ -135,6 +136,14 @@ class RankSchedule(ABC):
         return later - self._version_of_batch(later)
 
     # --- the contract ------------------------------------------------------------------------
+
+    def begin_at(self, batch: int, microbatch: int) -> None:
+        """Count from these on, with weights that have seen as many updates: a resumed run."""
+        assert not self._batch_of, "nothing has entered yet"
+        self._num_batches, self._num_admitted = batch, microbatch
+        for chunk in self._chunks.values():
+            chunk.version = chunk.num_reducible = chunk.num_reduced = batch
+            chunk.num_begun = microbatch
 
     def admit(self, num_microbatches: int) -> None:
         """Let one more batch enter."""
@@ -196,7 +205,7 @@ class RankSchedule(ABC):
         elif kind == WEIGHT:
             self._end_backward(chunk, finished.index)
         elif kind == REDUCE:
-            self._to_update.append(action(UPDATE, finished.stage, finished.index))
+            self._end_reduce(chunk, finished.index)
         elif kind == UPDATE:
             self._end_update(chunk, finished.index)
 
@@ -248,6 +257,12 @@ class RankSchedule(ABC):
             del chunk.backwards_left[chunk.num_reducible]
             self._to_reduce.append(action(REDUCE, chunk.stage, chunk.num_reducible))
             chunk.num_reducible += 1
+
+    def _end_reduce(self, chunk: Chunk, batch: int) -> None:
+        chunk.num_reduced = batch + 1
+        # Clipping needs the norm over all stages, so the stages of a rank are updated together.
+        if all(other.num_reduced > batch for other in self._chunks.values()):
+            self._to_update.extend(action(UPDATE, stage, batch) for stage in self._chunks)
 
     def _end_update(self, chunk: Chunk, batch: int) -> None:
         chunk.version = batch + 1

@@ -58,6 +58,11 @@ class Job:
     flops_per_token: float | None
     num_parameters: int
 
+    def is_milestone(self, step: int) -> bool:
+        """Say whether a step is evaluated or saved."""
+        evaluates = self.source.held_out is not None and is_due(step, self.file.train.eval_every)
+        return evaluates or is_due(step, self.file.checkpoint.every)
+
     @property
     def last_step(self) -> int:
         """The step at which this job stops."""
@@ -77,6 +82,11 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens, or samples where there are none, of one global batch."""
         return self.run.plan.global_batch_size * self.source.tokens_per_sample
+
+
+def is_due(step: int, every: int) -> bool:
+    """Say whether a step is one of every so many; 0: never."""
+    return every > 0 and step % every == 0
 
 
 def build_job(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
 
 LrFactor = Callable[[int], float]
 
@@ -30,3 +33,25 @@ def warmup_cosine(
         return min_fraction + (1 - min_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return factor
+
+
+class RateSetter:
+    """Sets the learning rate of an update: the optimizers' own rates times a factor."""
+
+    def __init__(self, factor: LrFactor) -> None:
+        """Use `factor(step)`; the optimizers come later."""
+        self._factor = factor
+        self._groups: list[dict[str, Any]] = []
+
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """Remember the rates of some optimizers as their base rates."""
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group in self._groups:
+            group.setdefault("initial_lr", group["lr"])  # torch's own name for the base rate
+
+    def set(self, step: int) -> float:
+        """Set the rate of update `step` and return it, that of the first group."""
+        factor = self._factor(step)
+        for group in self._groups:
+            group["lr"] = group["initial_lr"] * factor
+        return float(self._groups[0]["lr"]) if self._groups else 0.0

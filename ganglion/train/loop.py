@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ganglion.trace import StepMetrics
-from ganglion.train.job import Job
-from ganglion.train.run import StepResult
+from ganglion.train.executor import StepResult
+from ganglion.train.job import Job, is_due
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
     logger.info("training from step %d to %d", run.step, job.last_step)
     batches = run.batches(job.source.train)
     start_s = time.perf_counter()
-    for result in run.steps(batches, until=job.last_step):
+    for result in run.steps(batches, until=job.last_step, drain_at=job.is_milestone):
         step_s = time.perf_counter() - start_s
         last = result.step == job.last_step
         interrupted = result.stop_requested and not last
@@ -38,7 +38,7 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
         val_loss = None if interrupted else _evaluate_if_due(job, result.step, last)
         for observer in observers:
             observer.on_step(_metrics(job, result, step_s, val_loss))
-        if last or interrupted or _is_due(result.step, job.file.checkpoint.every):
+        if last or interrupted or is_due(result.step, job.file.checkpoint.every):
             _save(job)
         if interrupted:
             logger.info("stopped on request at step %d", run.step)
@@ -46,12 +46,8 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
         start_s = time.perf_counter()
 
 
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
 def _evaluate_if_due(job: Job, step: int, last: bool) -> float | None:
-    if job.source.held_out is None or not (last or _is_due(step, job.file.train.eval_every)):
+    if job.source.held_out is None or not (last or is_due(step, job.file.train.eval_every)):
         return None
     val_loss = job.run.evaluate(job.source.held_out, job.file.train.eval_batches)
     logger.info("step %d: val_loss %.4f", step, val_loss)

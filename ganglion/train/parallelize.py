@@ -6,21 +6,25 @@ import os
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ganglion.comm import World, open_world, plain_group
+from ganglion.data import share_index
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientReducer
 from ganglion.models import Blocks, LossFn, named_blocks, named_buffers, named_parameters
 from ganglion.plan import Plan
 from ganglion.topology import read_launch
 from ganglion.trace import Recorder
+from ganglion.train.assemble import NEVER_FLUSHING, PipelineOrder, assemble
 from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
-from ganglion.train.learning_rate import LrFactor, constant
+from ganglion.train.learning_rate import LrFactor, RateSetter, constant
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
-from ganglion.train.parts import RunParts
-from ganglion.train.replica import Replica
+from ganglion.train.parts import Held, RunParts
+from ganglion.train.random_stream import RandomStream
+from ganglion.train.replica import Replica, autocast
+from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
 from ganglion.units import MIB
 
@@ -56,38 +60,78 @@ def parallelize(
     recorder = Recorder(world.rank, enabled=False) if recorder is None else recorder
     world.record_in(recorder)
     keep_freed_memory()
-    named = {name: block.to(device) for name, block in named_blocks(blocks).items()}
-    parameters, buffers = named_parameters(named), named_buffers(named)
-    _same_start({**parameters, **buffers}, world)
-    reducer = GradientReducer(
-        parameters,
-        plain_group(world.group("data")),
-        recorder,
-        bucket_bytes=int(bucket_mib * MIB),
-        overlap=overlap,
-    )
-    parts = RunParts(
+    order = PipelineOrder(
+        blocks={name: block.to(device) for name, block in named_blocks(blocks).items()},
+        loss_fn=loss_fn,
+        optimizer_factory=optimizer_factory,
         plan=plan,
         world=world,
         device=device,
-        parameters=parameters,
-        buffers=buffers,
-        replica=Replica(named, loss_fn, plan, device, reducer, recorder),
-        reducer=reducer,
-        optimizers=build_optimizers(optimizer_factory, _trainable(parameters)),
         recorder=recorder,
+        stream=RandomStream(seed, share_index(world.coordinates, world.mesh)),
+        autocast=lambda: autocast(plan.precision, device),
+        bucket_bytes=int(bucket_mib * MIB),
         max_grad_norm=max_grad_norm,
-        lr_factor=lr_factor,
-        seed=seed,
+        timeout_s=timeout_s,
     )
-    return Run(parts)
+    _same_start(order)
+    rate = RateSetter(lr_factor)
+    # One stage that flushes is plain training; one that does not has a delay of its own.
+    whole = plan.pipe == 1 and plan.schedule not in NEVER_FLUSHING
+    held = _replica(order, rate, overlap) if whole else assemble(order, rate)
+    rate.take(held.optimizers)
+    return Run(
+        RunParts(
+            plan=plan,
+            world=world,
+            device=device,
+            parameters=held.parameters,
+            buffers=named_buffers({name: order.blocks[name] for name in held.block_names}),
+            executor=held.executor,
+            optimizers=held.optimizers,
+            recorder=recorder,
+            seed=seed,
+        )
+    )
 
 
-def _same_start(tensors: Mapping[str, Tensor], world: World) -> None:
+def _replica(order: PipelineOrder, rate: RateSetter, overlap: bool) -> Held:
+    """Return the executor of a whole model on this rank."""
+    parameters = named_parameters(order.blocks)
+    reducer = GradientReducer(
+        parameters,
+        plain_group(order.world.group("data")),
+        order.recorder,
+        bucket_bytes=order.bucket_bytes,
+        overlap=overlap,
+    )
+    optimizers = build_optimizers(order.optimizer_factory, _trainable(parameters))
+    plan, device, recorder = order.plan, order.device, order.recorder
+    replica = Replica(order.blocks, order.loss_fn, plan, device, reducer, recorder, order.stream)
+    executor = ReplicaExecutor(
+        order.world,
+        replica,
+        reducer,
+        optimizers,
+        recorder,
+        set_lr=rate.set,
+        max_grad_norm=order.max_grad_norm,
+        device=device,
+    )
+    return Held(
+        executor=executor,
+        parameters=parameters,
+        optimizers=optimizers,
+        block_names=tuple(order.blocks),
+    )
+
+
+def _same_start(order: PipelineOrder) -> None:
     """Give every replica the weights of the first one, however each was initialised."""
-    group = world.group("data")
+    tensors = {**named_parameters(order.blocks), **named_buffers(order.blocks)}
     for tensor in tensors.values():
-        group.broadcast(tensor.detach()).wait()
+        for axis in ("data", "pipe"):
+            order.world.group(axis).broadcast(tensor.detach()).wait()
 
 
 def _trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

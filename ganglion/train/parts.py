@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ganglion.comm import World
-from ganglion.gradients import GradientReducer
 from ganglion.plan import Plan
 from ganglion.trace import Recorder
-from ganglion.train.learning_rate import LrFactor
-from ganglion.train.replica import Replica
+from ganglion.train.executor import Executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +24,22 @@ class RunParts:
     device: torch.device
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
-    replica: Replica
-    reducer: GradientReducer
+    executor: Executor
     optimizers: Sequence[Optimizer]
     recorder: Recorder
-    max_grad_norm: float
-    lr_factor: LrFactor
     seed: int
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers under their serial names, without their history."""
         named = {**self.parameters, **self.buffers}
         return {name: tensor.detach() for name, tensor in named.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What this rank holds of a model, and what runs it."""
+
+    executor: Executor
+    parameters: dict[str, nn.Parameter]
+    optimizers: list[Optimizer]
+    block_names: tuple[str, ...]

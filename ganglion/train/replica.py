@@ -17,8 +17,8 @@ from ganglion.gradients import GradientReducer
 from ganglion.models import LossFn, evaluation_mode
 from ganglion.plan import Plan
 from ganglion.trace import COMPUTE, Recorder
-
-Batch = tuple[Tensor, Tensor]
+from ganglion.train.executor import Batch
+from ganglion.train.random_stream import RandomStream
 
 
 class Replica:
@@ -32,6 +32,7 @@ class Replica:
         device: torch.device,
         reducer: GradientReducer,
         recorder: Recorder,
+        stream: RandomStream,
     ) -> None:
         """Join the blocks of a model with its loss and the reducer of its gradients."""
         self._blocks = list(blocks.values())
@@ -40,6 +41,7 @@ class Replica:
         self._device = device
         self._reducer = reducer
         self._recorder = recorder
+        self._stream = stream
 
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
         """Leave the gradients of the mean loss over the global batch; return this share's loss."""
@@ -49,7 +51,7 @@ class Replica:
         total = torch.zeros((), device=self._device)
         for index, (inputs, targets) in enumerate(self._microbatches(batch)):
             with self._recorder.span(COMPUTE, "forward", step=step, microbatch=index):
-                loss = self._loss(inputs, targets)
+                loss = self._loss(inputs, targets, (step, index))
             if index == self._plan.num_microbatches - 1:
                 self._reducer.arm()
             with self._recorder.span(COMPUTE, "backward", step=step, microbatch=index):
@@ -67,17 +69,17 @@ class Replica:
                 total = total + self._loss(inputs, targets)
         return total / self._plan.num_microbatches
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _loss(
+        self, inputs: Tensor, targets: Tensor, place: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Return the loss; at a `place` (step, microbatch) of training each block draws its own."""
         hidden = inputs
-        with self._autocast():
-            for block in self._blocks:
+        with autocast(self._plan.precision, self._device):
+            for number, block in enumerate(self._blocks):
+                if place is not None:
+                    self._stream.seed_block(*place, number)
                 hidden = block(hidden)
         return self._loss_fn(hidden, targets)
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._plan.precision == "bf16":
-            return torch.autocast(self._device.type, dtype=torch.bfloat16)
-        return nullcontext()
 
     def _microbatches(self, batch: Batch) -> Iterator[Batch]:
         inputs, targets = batch
@@ -92,3 +94,10 @@ class Replica:
         for start in range(0, self._plan.share_size, size):
             part = slice(start, start + size)
             yield inputs[part].to(self._device), targets[part].to(self._device)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a plan's precision computes."""
+    if precision == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()

@@ -9,35 +9,18 @@ run.save("checkpoints")
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from ganglion.checkpoint import JSON
 from ganglion.data import Batches, MapDataset, Sampler, share_index
-from ganglion.data.sampler import mix_seed
-from ganglion.gradients import clip_by_norm, global_norm
 from ganglion.trace import COMPUTE, HOST
-from ganglion.train.device import peak_bytes
+from ganglion.train.executor import Batch, StepResult
 from ganglion.train.parts import RunParts
-from ganglion.train.replica import Batch
 from ganglion.train.saved import load_run, save_run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one update did; equal on every rank."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    peak_bytes: int
-    stop_requested: bool
 
 
 class Run:
@@ -46,28 +29,41 @@ class Run:
     def __init__(self, parts: RunParts) -> None:
         """Take the parts; users call `ganglion.parallelize` instead."""
         self._parts = parts
-        for group in self._groups():
-            group.setdefault("initial_lr", group["lr"])  # torch's own name for the base rate
-        self._stop = False
         self._drawn: list[Batches] = []
+        self._results: deque[StepResult] = deque()
         self.plan = parts.plan
         self.world = parts.world
         self.device = parts.device
         self.recorder = parts.recorder
         self.step = 0
 
-    def steps(self, batches: Iterable[Batch], until: int | None = None) -> Iterator[StepResult]:
+    def steps(
+        self,
+        batches: Iterable[Batch],
+        until: int | None = None,
+        *,
+        drain_at: Callable[[int], bool] = lambda step: False,
+    ) -> Iterator[StepResult]:
         """Train on each batch and yield its result; stop when `step` reaches `until`.
 
         A batch is this rank's share: (inputs, targets) of microbatch_size * num_microbatches
-        samples. Results may come later than their batches under plans that never flush.
+        samples. Results may come later than their batches under plans that never flush; a step
+        for which `drain_at` says yes is finished before the next batch enters, so that it can be
+        evaluated or saved by itself.
         """
-        if until is not None and self.step >= until:
+        num_entered = self.step
+        if until is not None and num_entered >= until:
             return
         for batch in batches:
-            yield self._train_step(batch)
-            if self.step == until:
-                return
+            num_entered += 1
+            self._keep(self._parts.executor.train(batch))
+            if num_entered == until:
+                break
+            if drain_at(num_entered):
+                self._keep(self._parts.executor.drain())
+            yield from self._kept()
+        self._keep(self._parts.executor.drain())
+        yield from self._kept()
 
     def batches(
         self, dataset: MapDataset, *, seed: int | None = None, shuffle: bool = True
@@ -84,23 +80,26 @@ class Run:
         """Return the mean loss over the first global batches of a data set."""
         self.drain()
         drawn = self._draw(dataset, 0, False, first_step=0)
+        self.recorder.step = self.step - 1
         with self.recorder.span(COMPUTE, "evaluate", step=self.step - 1):
-            losses = [float(self._parts.replica.evaluate(drawn.at(i))) for i in range(num_batches)]
-        table = self.world.gather_numbers([sum(losses) / num_batches])
-        return float(table.mean())
+            losses = [self._parts.executor.evaluate(drawn.at(i)) for i in range(num_batches)]
+        known = [loss for loss in losses if loss is not None]
+        table = self.world.gather_numbers([sum(known), len(known)])
+        return float(table[:, 0].sum() / table[:, 1].sum())
 
     def drain(self) -> None:
         """Finish what is in flight, so that weights and buffers are those of `step`.
 
         Buffers, such as running means, drift apart between replicas; the first replica's count.
         """
+        self._keep(self._parts.executor.drain())
         group = self.world.group("data")
         for buffer in self._parts.buffers.values():
             group.broadcast(buffer).wait()
 
     def request_stop(self) -> None:
         """Ask all ranks to stop; the next result says `stop_requested` everywhere."""
-        self._stop = True
+        self._parts.executor.request_stop()
 
     def save(
         self, folder: str | Path, *, keep: int = 2, extra: Mapping[str, JSON] | None = None
@@ -114,6 +113,7 @@ class Run:
         """Continue from the newest checkpoint below `folder`; return False if there is none."""
         step = load_run(Path(folder), self._parts)
         self.step = step or 0
+        self._parts.executor.begin_at(self.step)
         return step is not None
 
     def model_tensors(self) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ class Run:
         """Release threads, hooks and groups; the run cannot be used afterwards."""
         for drawn in self._drawn:
             drawn.close()
-        self._parts.reducer.close()
+        self._parts.executor.close()
         self.world.close()
 
     def __enter__(self) -> Run:
@@ -140,52 +140,15 @@ class Run:
         """Close the run."""
         self.close()
 
-    def _train_step(self, batch: Batch) -> StepResult:
-        self._seed_step()
-        self.recorder.step = self.step
-        loss = self._parts.replica.forward_backward(batch, self.step)
-        with self.recorder.span(COMPUTE, "update", step=self.step):
-            grad_norm = self._clip()
-            lr = self._update()
-        self.step += 1
-        return self._agree(loss, grad_norm, lr)
+    def _keep(self, results: Iterator[StepResult]) -> None:
+        """Take results as they come; `steps` hands them out, also those that a drain brought."""
+        for result in results:
+            self.step = result.step
+            self._results.append(result)
 
-    def _seed_step(self) -> None:
-        """Make dropout a function of (seed, step, share), so that resuming needs no state."""
-        share = share_index(self.world.coordinates, self.world.mesh)
-        torch.manual_seed(mix_seed(self._parts.seed, self.step, share))
-
-    def _clip(self) -> Tensor:
-        buffers = self._parts.reducer.buffers
-        norm = global_norm(buffers)
-        if self._parts.max_grad_norm > 0:
-            clip_by_norm(buffers, norm, self._parts.max_grad_norm)
-        return norm
-
-    def _update(self) -> float:
-        factor = self._parts.lr_factor(self.step)
-        for group in self._groups():
-            group["lr"] = group["initial_lr"] * factor
-        for optimizer in self._parts.optimizers:
-            optimizer.step()
-        return float(self._groups()[0]["lr"])
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [g for optimizer in self._parts.optimizers for g in optimizer.param_groups]
-
-    def _agree(self, loss: Tensor, grad_norm: Tensor, lr: float) -> StepResult:
-        """Exchange the few numbers of a step, so that every rank reports the same."""
-        mine = [float(loss), float(self._stop), float(peak_bytes(self._parts.device))]
-        with self.recorder.span(HOST, "agree", step=self.step - 1):
-            table = self.world.gather_numbers(mine)
-        return StepResult(
-            step=self.step,
-            loss=float(table[:, 0].mean()),
-            grad_norm=float(grad_norm),
-            lr=lr,
-            peak_bytes=int(table[:, 2].max()),
-            stop_requested=bool(table[:, 1].any()),
-        )
+    def _kept(self) -> Iterator[StepResult]:
+        while self._results:
+            yield self._results.popleft()
 
     def _draw(
         self, dataset: MapDataset, seed: int | None, shuffle: bool, first_step: int

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,13 +23,14 @@ from ganglion.checkpoint import (
     remove_incomplete,
     save,
 )
-from ganglion.comm import World
+from ganglion.comm import World, broadcast_text
 from ganglion.errors import CheckpointError
 from ganglion.train.parts import RunParts
 
 logger = logging.getLogger(__name__)
 
 _MODEL = "model."
+_OLDER = "older."
 
 
 def save_run(
@@ -49,7 +52,7 @@ def save_run(
         parts.world,
         process_group=_process_group(parts.world),
         keep=keep,
-        export=parts.model_tensors(),
+        export=_whole_model(parts),
     )
 
 
@@ -68,7 +71,29 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
 
 def _tensors(parts: RunParts) -> dict[str, Tensor]:
     model = {_MODEL + name: tensor for name, tensor in parts.model_tensors().items()}
-    return {**model, **optimizer_tensors(parts.optimizers)}
+    older = {_OLDER + name: tensor for name, tensor in parts.executor.older_weights().items()}
+    return {**model, **older, **optimizer_tensors(parts.optimizers)}
+
+
+def _whole_model(parts: RunParts) -> dict[str, Tensor]:
+    """Return the tensors of all stages, collected over the pipeline."""
+    mine = parts.model_tensors()
+    group = parts.world.group("pipe")
+    whole: dict[str, Tensor] = {}
+    for place in range(group.size):
+        described = _described(mine) if group.index == place else ""
+        for name, shape, dtype in json.loads(broadcast_text(group, described, place)):
+            tensor = mine.get(name) if group.index == place else None
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=parts.device)
+            group.broadcast(tensor.contiguous(), place).wait()
+            whole[name] = tensor
+    return whole
+
+
+def _described(tensors: Mapping[str, Tensor]) -> str:
+    rows = [(n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()]
+    return json.dumps(rows)
 
 
 def _changes(parts: RunParts, state: SavedState) -> list[str]:

@@ -310,7 +310,7 @@ def test_a_slot_that_does_not_exist_is_refused(segment: int, slot: int, size: in
     sender.post(0, "forward", torch.zeros(MEBIBYTE))  # segment 0 has one slot
     receiver.receive(5.0)
     form = Forms().pack("forward", (size // 4,), torch.float32)
-    frame = _FRAME.pack(_MAGIC, SLOT, slot, segment, len(form), -1, -1, -1, -1)
+    frame = _FRAME.pack(_MAGIC, SLOT, slot, segment, len(form), -1, -1, -1, -1, -1)
     theirs.sendall(frame + form)
     with pytest.raises(ProtocolError, match=rf"rank 1 sent .* in slot {slot} of segment {segment}"):
         receiver.receive(5.0)

@@ -160,7 +160,7 @@ def test_microbatches_are_derived() -> None:
         (
             {"model": {"layers": 1}, "parallel": {"pipe": 5}},
             5,
-            "parallel.pipe = 5 stages, but the model has 4 blocks",
+            "parallel.pipe = 5 makes 5 stages, but the model has 4 blocks",
         ),
         (
             {"model": {"layers": 1}, "parallel": {"pipe": 2, "stage_boundaries": [4]}},

@@ -68,11 +68,9 @@ def test_impossible_plans_are_refused(fields: dict[str, object], text: str) -> N
 
 
 UNBUILT = {
-    "pipe": 2,
     "x": 2,
     "y": 2,
     "z": 2,
-    "schedule": "two_bw",
     "recompute": "block",
     "offload": "host",
     "averaging": "sync_easgd",
@@ -88,6 +86,7 @@ def test_what_is_not_built_is_refused_by_name(field: str, value: object) -> None
 
 def test_what_is_built_is_not_refused() -> None:
     Plan(data=4, num_microbatches=3, precision="bf16").require_built()
+    Plan(data=2, pipe=3, num_microbatches=3, schedule="two_bw").require_built()
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_several_optimizers() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"plan": ganglion.Plan(pipe=2)}, NotBuiltError, "pipe = 2 is not built yet"),
+        ({"plan": ganglion.Plan(x=2)}, NotBuiltError, "x = 2 is not built yet"),
         ({"plan": ganglion.Plan(data=2)}, LayoutError, "needs 2 processes, but 1 were started"),
         (
             {"optimizer_factory": lambda named: torch.optim.SGD(named[:1], lr=1)},

@@ -90,7 +90,7 @@ def test_memory_of_forms_is_bounded() -> None:
 
 
 def test_a_header_names_itself() -> None:
-    header = Header("forward", 3, 1, -1, (2, 4), torch.bfloat16)
+    header = Header("forward", 3, -1, 1, -1, (2, 4), torch.bfloat16)
     assert str(header) == "forward, step 3, microbatch 1, torch.bfloat16 (2, 4)"
 
 

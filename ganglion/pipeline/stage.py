@@ -1,0 +1,142 @@
+"""A stage: some blocks of the model, run forward and backward for one microbatch at a time.
+
+The stage remembers, for every microbatch in flight, the input it came with and the output it left:
+what autograd needs to go back. With recomputation it remembers the input alone and runs the forward
+again before the backward; random numbers depend on (step, microbatch, block) only, so the second
+forward repeats the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ganglion.errors import ConfigError
+from ganglion.pipeline.weight_gradients import Deferral, WeightStore
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+SeedBlock = Callable[[int, int], None]  # (microbatch, block): make random numbers theirs
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What a microbatch left behind; `output` is the scaled loss on the last stage."""
+
+    input: Tensor
+    output: Tensor | None
+    half: WeightStore | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """How a stage computes; `loss_fn` is given on the last stage only."""
+
+    loss_fn: LossFn | None
+    loss_scale: float
+    num_stages: int
+    seed_block: SeedBlock
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    recompute: bool = False
+    deferral: Deferral | None = None
+
+
+class Stage:
+    """Runs the blocks of one stage."""
+
+    def __init__(
+        self, number: int, blocks: Sequence[nn.Module], first_block: int, settings: StageSettings
+    ) -> None:
+        """Hold `blocks`, of which the first is block `first_block` of the model."""
+        self.number = number
+        self.num_stages = settings.num_stages
+        self.blocks = list(blocks)
+        self._first_block = first_block
+        self._settings = settings
+        self._in_flight: dict[int, _InFlight] = {}
+        self._targets: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor] = {}  # of the last stage, not scaled
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many microbatches are between forward and the end of backward."""
+        return len(self._in_flight)
+
+    def expect(self, microbatch: int, target: Tensor) -> None:
+        """Take the target of a microbatch that will come: the last stage needs it."""
+        self._targets[microbatch] = target
+
+    def forward(self, microbatch: int, hidden: Tensor) -> Tensor | None:
+        """Run forward; return what the next stage needs, or None on the last stage."""
+        hidden = hidden.detach()
+        if hidden.is_floating_point() and self.number > 0:
+            hidden.requires_grad_()
+        half = None if self._settings.deferral is None else WeightStore()
+        remember = not self._settings.recompute
+        with nullcontext() if remember else torch.no_grad():
+            output = self._output(microbatch, hidden, half)
+        self._in_flight[microbatch] = _InFlight(hidden, output if remember else None, half)
+        return None if self._settings.loss_fn is not None else output.detach()
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Run backward; return what the stage before needs, or None on the first stage."""
+        live = self._in_flight[microbatch]
+        if live.output is None:
+            live.output = self._output(microbatch, live.input, live.half)
+        if live.output.requires_grad:  # not on a first stage that is frozen
+            torch.autograd.backward(live.output, gradient)
+        input_gradient = live.input.grad
+        live.input.grad = live.output = None
+        if live.half is None:
+            self._forget(microbatch)
+        return input_gradient
+
+    def weight(self, microbatch: int) -> None:
+        """Compute the weight gradients that backward put off."""
+        half = self._in_flight[microbatch].half
+        assert half is not None, "only split backwards have a weight half"
+        half.run()
+        self._forget(microbatch)
+
+    @torch.no_grad()
+    def evaluate(self, hidden: Tensor, target: Tensor | None) -> Tensor:
+        """Return the output of the stage, on the last one the loss, and remember nothing."""
+        with self._settings.autocast():
+            for block in self.blocks:
+                hidden = block(hidden)
+        if self._settings.loss_fn is None or target is None:
+            return hidden
+        return self._settings.loss_fn(hidden, target)
+
+    def _output(self, microbatch: int, hidden: Tensor, half: WeightStore | None) -> Tensor:
+        with self._collecting(half), self._settings.autocast():
+            for number, block in enumerate(self.blocks):
+                self._settings.seed_block(microbatch, self._first_block + number)
+                hidden = block(hidden)
+        if not isinstance(hidden, Tensor):
+            raise ConfigError(
+                f"stage {self.number} ends with a block that returns {type(hidden).__name__}, but "
+                f"one tensor crosses a boundary between stages: let blocks return one tensor"
+            )
+        if self._settings.loss_fn is None:
+            return hidden
+        loss = self._settings.loss_fn(hidden, self._targets[microbatch])
+        self._losses[microbatch] = loss.detach()
+        return loss * self._settings.loss_scale
+
+    def _collecting(self, half: WeightStore | None) -> AbstractContextManager[object]:
+        if self._settings.deferral is None or half is None:
+            return nullcontext()
+        return self._settings.deferral.collecting(half)
+
+    def take_loss(self, microbatches: Sequence[int]) -> float:
+        """Return the mean loss of a batch, 0 on any stage but the last, and forget it."""
+        losses = [self._losses.pop(number) for number in microbatches if number in self._losses]
+        return float(torch.stack(losses).double().mean()) if losses else 0.0
+
+    def _forget(self, microbatch: int) -> None:
+        del self._in_flight[microbatch]
+        self._targets.pop(microbatch, None)

@@ -1,0 +1,229 @@
+"""Joining the parts of a pipeline rank: stages, versions, gradients, optimizers, engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ganglion.comm import Group, Transport, World, plain_group
+from ganglion.errors import ConfigError
+from ganglion.gradients import GradientBuckets
+from ganglion.models import LossFn
+from ganglion.pipeline import (
+    Engine,
+    Stage,
+    StageSettings,
+    WeightVersions,
+    defer_weight_gradients,
+)
+from ganglion.plan import Plan
+from ganglion.schedules import RankSchedule, make_schedule
+from ganglion.topology import Coordinates
+from ganglion.trace import Recorder
+from ganglion.train.cutting import Cut, cut_model, serial_names
+from ganglion.train.device import peak_bytes
+from ganglion.train.exchange import Exchange
+from ganglion.train.learning_rate import RateSetter
+from ganglion.train.optimizers import OptimizerFactory, build_optimizers
+from ganglion.train.parts import Held
+from ganglion.train.pipelined import PipelineExecutor
+from ganglion.train.random_stream import RandomStream
+from ganglion.train.stage_worker import StagePart, StageWorker, Tie
+
+NEVER_FLUSHING = ("two_bw", "stash")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOrder:
+    """What `parallelize` was asked for."""
+
+    blocks: Mapping[str, nn.Module]
+    loss_fn: LossFn
+    optimizer_factory: OptimizerFactory
+    plan: Plan
+    world: World
+    device: torch.device
+    recorder: Recorder
+    stream: RandomStream
+    autocast: Callable[[], AbstractContextManager[object]]
+    bucket_bytes: int
+    max_grad_norm: float
+    timeout_s: float
+
+
+def assemble(order: PipelineOrder, rate: RateSetter) -> Held:
+    """Build the pipeline rank of this process; all ranks do so at the same time."""
+    plan, world = order.plan, order.world
+    schedule = make_schedule(plan.schedule, world.coordinates.pipe, plan.pipe)
+    if plan.schedule == "stash" and order.max_grad_norm > 0:
+        raise ConfigError(
+            f"optimizer.max_grad_norm = {order.max_grad_norm} needs the gradients of all stages at "
+            f'one moment, which parallel.schedule = "stash" never has: set it to 0'
+        )
+    cut = cut_model(order.blocks, plan, schedule.stage_map, _costs(order))
+    transport = world.open_transport("pipe", trace=order.recorder) if plan.pipe > 1 else None
+    rank_at = _rank_at(world, schedule)
+    stages = schedule.stage_map.stages_of(world.coordinates.pipe)
+    group = plain_group(world.group("data"))
+    parts = {number: _part(number, order, schedule, cut, rank_at, group) for number in stages}
+    optimizers = [optimizer for part in parts.values() for optimizer in part.optimizers]
+    executor = _executor(order, schedule, parts, transport, rank_at, rate)
+    return Held(
+        executor=executor,
+        parameters={name: p for part in parts.values() for name, p in part.parameters.items()},
+        optimizers=optimizers,
+        block_names=tuple(name for number in stages for name in cut.stages[number]),
+    )
+
+
+def _costs(order: PipelineOrder) -> list[float]:
+    """Return what each block costs, roughly: its parameters, and something for being a block.
+
+    An embedding is a lookup and costs next to nothing.
+    """
+    return [
+        1.0
+        + sum(
+            p.numel()
+            for module in block.modules()
+            if not isinstance(module, nn.Embedding)
+            for p in module.parameters(recurse=False)
+        )
+        for block in order.blocks.values()
+    ]
+
+
+def _rank_at(world: World, schedule: RankSchedule) -> Callable[[int], int]:
+    at = world.coordinates
+
+    def rank_at(stage: int) -> int:
+        pipe = schedule.stage_map.rank_of(stage)
+        return world.mesh.rank(Coordinates(data=at.data, pipe=pipe, x=at.x, y=at.y, z=at.z))
+
+    return rank_at
+
+
+def _part(
+    number: int,
+    order: PipelineOrder,
+    schedule: RankSchedule,
+    cut: Cut,
+    rank_at: Callable[[int], int],
+    group: Group,
+) -> StagePart:
+    blocks = [order.blocks[name] for name in cut.stages[number]]
+    parameters = serial_names(order.blocks, cut.stages[number])
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    num_kept = _versions_kept(order.plan, schedule)
+    versions = WeightVersions(trainable, num_kept) if num_kept > 1 and trainable else None
+    num_sets = max(1, num_kept)
+    buckets = GradientBuckets(
+        trainable,
+        group,
+        order.recorder,
+        bucket_bytes=order.bucket_bytes,
+        num_sets=num_sets,
+    )
+    optimized = trainable if versions is None else versions.optimized
+    return StagePart(
+        stage=Stage(
+            number, blocks, cut.first_block(number), _settings(number, order, schedule, blocks)
+        ),
+        parameters=parameters,
+        buckets=buckets,
+        optimizers=build_optimizers(order.optimizer_factory, optimized) if optimized else [],
+        versions=versions,
+        ties=_ties(number, cut, parameters, rank_at),
+        num_sets=num_sets,
+    )
+
+
+def _versions_kept(plan: Plan, schedule: RankSchedule) -> int:
+    """Return how many versions a stage needs room for."""
+    if plan.schedule == "stash":
+        probe = make_schedule("stash", schedule.rank, plan.pipe)
+        probe.admit(plan.num_microbatches)
+        return max(2, probe.version_bound)
+    return schedule.version_bound
+
+
+def _settings(
+    number: int, order: PipelineOrder, schedule: RankSchedule, blocks: Sequence[nn.Module]
+) -> StageSettings:
+    last = schedule.stage_map.num_stages - 1
+    plan, stream = order.plan, order.stream
+
+    def seed_block(microbatch: int, block: int) -> None:
+        step, place = divmod(microbatch, plan.num_microbatches)
+        stream.seed_block(step, place, block)
+
+    return StageSettings(
+        loss_fn=order.loss_fn if number == last else None,
+        loss_scale=1.0 / (plan.num_microbatches * plan.num_shares),
+        num_stages=last + 1,
+        seed_block=seed_block,
+        autocast=order.autocast,
+        recompute=plan.recompute == "full",
+        deferral=defer_weight_gradients(blocks) if schedule.splits_backward else None,
+    )
+
+
+def _ties(
+    number: int, cut: Cut, parameters: Mapping[str, nn.Parameter], rank_at: Callable[[int], int]
+) -> tuple[Tie, ...]:
+    ties = []
+    for name in parameters:
+        holders = cut.holders.get(name, ())
+        if len(holders) > 2:
+            raise ConfigError(
+                f"parameter {name!r} is shared by {len(holders)} stages {list(holders)}, but "
+                f"gradients are exchanged between two: use fewer stages"
+            )
+        for other in holders:
+            if other != number and rank_at(other) != rank_at(number):
+                ties.append(Tie(name, rank_at(other), is_first=number < other))
+    return tuple(ties)
+
+
+def _executor(
+    order: PipelineOrder,
+    schedule: RankSchedule,
+    parts: Mapping[int, StagePart],
+    transport: Transport | None,
+    rank_at: Callable[[int], int],
+    rate: RateSetter,
+) -> PipelineExecutor:
+    rates: dict[int, float] = {}
+
+    def set_rate(step: int) -> float:
+        rates[step] = rate.set(step)
+        return rates[step]
+
+    def own_numbers() -> tuple[float, float]:
+        return float(executor.stop_requested), float(peak_bytes(order.device))
+
+    stage_map = schedule.stage_map
+    loss_pipe = stage_map.rank_of(stage_map.num_stages - 1)
+    exchange = Exchange(order.world, own_numbers, loss_pipe=loss_pipe)
+    worker = StageWorker(parts, exchange, transport, set_rate, order.max_grad_norm)
+    engine = Engine(schedule, transport, rank_at, worker, order.recorder, order.timeout_s)
+    executor = PipelineExecutor(
+        order.plan,
+        order.world,
+        engine,
+        worker,
+        parts,
+        exchange,
+        transport,
+        order.recorder,
+        rank_at=rank_at,
+        current_lr=lambda step: rates.pop(step),
+        device=order.device,
+        lag=1 if order.plan.schedule in NEVER_FLUSHING else 0,
+        timeout_s=order.timeout_s,
+    )
+    return executor

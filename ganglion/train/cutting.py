@@ -1,0 +1,67 @@
+"""Cutting a model into stages: which blocks each stage holds, and which parameters two share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from ganglion.costs import balanced_boundaries
+from ganglion.errors import LayoutError
+from ganglion.models import named_parameters, tied_names
+from ganglion.plan import Plan
+from ganglion.schedules import StageMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The stages of a model: for each the names of its blocks; and who shares parameters.
+
+    `holders` gives, for each parameter that several stages hold, those stages, by its serial name.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    holders: Mapping[str, tuple[int, ...]]
+
+    def first_block(self, stage: int) -> int:
+        """Return the number of a stage's first block in the model."""
+        return sum(len(names) for names in self.stages[:stage])
+
+
+def cut_model(
+    blocks: Mapping[str, nn.Module], plan: Plan, stage_map: StageMap, costs: Sequence[float]
+) -> Cut:
+    """Cut blocks into the stages of a plan: where it says, or such that their costs are even."""
+    boundaries = plan.stage_boundaries
+    if not boundaries or stage_map.num_chunks > 1:
+        boundaries = balanced_boundaries(costs, stage_map.num_stages)
+    if boundaries and boundaries[-1] >= len(blocks):
+        raise LayoutError(
+            f"parallel.stage_boundaries = {list(boundaries)} cuts after the last of {len(blocks)} "
+            f"blocks: the last cut must be below {len(blocks)}"
+        )
+    names = list(blocks)
+    edges = [0, *boundaries, len(names)]
+    stages = tuple(tuple(names[start:end]) for start, end in pairwise(edges))
+    return Cut(stages=stages, holders=_holders(blocks, stages))
+
+
+def _holders(
+    blocks: Mapping[str, nn.Module], stages: Sequence[tuple[str, ...]]
+) -> dict[str, tuple[int, ...]]:
+    held: dict[str, list[int]] = {}
+    serial = {id(p): name for name, p in named_parameters(blocks).items()}
+    for number, names in enumerate(stages):
+        mine = {id(p) for name in names for p in blocks[name].parameters()}
+        for key in mine:
+            held.setdefault(serial[key], []).append(number)
+    return {name: tuple(found) for name, found in held.items() if len(found) > 1}
+
+
+def serial_names(blocks: Mapping[str, nn.Module], stage: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a stage under the names they have in the whole model."""
+    tied = tied_names(blocks)
+    mine = named_parameters({name: blocks[name] for name in stage})
+    return {tied.get(name, name): parameter for name, parameter in mine.items()}

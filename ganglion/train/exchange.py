@@ -1,0 +1,73 @@
+"""The few numbers that ranks exchange once a step, without waiting for each other.
+
+Every rank puts in its loss, the sum of squares of its gradients, whether it was asked to stop and
+its memory; every rank gets the table. It is started when a batch is back on a rank and read when
+the numbers are needed, so a pipeline that never flushes does not stop for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ganglion.comm import Handle, World
+
+
+@dataclass(slots=True)
+class _Table:
+    handle: Handle
+    rows: Tensor
+
+
+class Exchange:
+    """Tables of the steps under way."""
+
+    def __init__(
+        self, world: World, own_numbers: Callable[[], tuple[float, float]], *, loss_pipe: int
+    ) -> None:
+        """Exchange over all ranks; the losses are at pipe coordinate `loss_pipe`.
+
+        `own_numbers` gives (asked to stop, bytes of memory).
+        """
+        self._world = world
+        self._own_numbers = own_numbers
+        self._tables: dict[int, _Table] = {}
+        # Replicas hold the same gradients after reduction: one of them counts.
+        coordinates = [world.mesh.coordinates(rank) for rank in range(world.num_ranks)]
+        self._counted = [rank for rank, at in enumerate(coordinates) if at.data == 0]
+        self._with_loss = [rank for rank, at in enumerate(coordinates) if at.pipe == loss_pipe]
+
+    def is_started(self, step: int) -> bool:
+        """Say whether this rank has put its numbers in."""
+        return step in self._tables
+
+    def start(self, step: int, loss: float, square_norm: float) -> None:
+        """Put this rank's numbers of a step in."""
+        mine = torch.tensor([loss, square_norm, *self._own_numbers()], dtype=torch.float64)
+        rows = torch.empty(self._world.num_ranks * len(mine), dtype=torch.float64)
+        handle = self._world.everyone().all_gather(rows, mine)
+        self._tables[step] = _Table(handle, rows.view(self._world.num_ranks, len(mine)))
+
+    def is_done(self, step: int) -> bool:
+        """Say whether everybody's numbers are there, without waiting."""
+        return self._tables[step].handle.is_done()
+
+    def norm(self, step: int) -> float:
+        """Return the norm of all gradients; waits for everybody's numbers."""
+        return math.sqrt(max(0.0, float(self._rows(step)[self._counted, 1].sum())))
+
+    def take(self, step: int) -> tuple[float, float, bool, int]:
+        """Return loss, norm, whether to stop and the most bytes of any rank; forget the step."""
+        norm, rows = self.norm(step), self._rows(step)
+        del self._tables[step]
+        loss = float(rows[self._with_loss, 0].mean())
+        return loss, norm, bool(rows[:, 2].any()), int(rows[:, 3].max())
+
+    def _rows(self, step: int) -> Tensor:
+        table = self._tables[step]
+        table.handle.wait()
+        return table.rows

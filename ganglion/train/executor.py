@@ -1,0 +1,54 @@
+"""What runs the batches of a run: one replica on this rank, or the stages of a pipeline.
+
+A batch goes in, outcomes come out: at once, or a batch later under a schedule that never flushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one update did; equal on every rank."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    peak_bytes: int
+    stop_requested: bool
+
+
+class Executor(Protocol):
+    """Trains on batches, in order."""
+
+    def begin_at(self, step: int) -> None:
+        """Say that `step` updates have been made: a resumed run."""
+
+    def train(self, batch: Batch) -> Iterator[StepResult]:
+        """Let a batch enter and yield the results that are there, in order of their steps."""
+
+    def drain(self) -> Iterator[StepResult]:
+        """Finish what is in flight and yield the results."""
+
+    def older_weights(self) -> dict[str, Tensor]:
+        """Return weights that are not the newest but still needed, by name, to save and load."""
+
+    def evaluate(self, batch: Batch) -> float | None:
+        """Return the mean loss of this rank's share of a batch, if it is known here.
+
+        Nothing may be in flight.
+        """
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop; a result to come says so everywhere."""
+
+    def close(self) -> None:
+        """Release what it holds."""

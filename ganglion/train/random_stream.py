@@ -1,0 +1,33 @@
+"""Random numbers that do not depend on the layout: one stream for each microbatch and block.
+
+Dropout draws the same mask whichever rank runs a block, in whichever order microbatches come, and
+again when a forward is repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ganglion.data.sampler import mix_seed
+
+_ODD = 0x9E3779B97F4A7C15
+_MASK = (1 << 63) - 1
+_MAX_BLOCKS = 1 << 16
+
+
+class RandomStream:
+    """The random numbers of one share of the batches."""
+
+    def __init__(self, seed: int, share: int) -> None:
+        """Begin the stream that `seed` gives a share."""
+        self._seed = seed
+        self._share = share
+        self._step = -1
+        self._base = 0
+
+    def seed_block(self, step: int, microbatch: int, block: int) -> None:
+        """Let the numbers drawn from now on be those of a block."""
+        if step != self._step:
+            self._step, self._base = step, mix_seed(self._seed, step, self._share)
+        place = microbatch * _MAX_BLOCKS + block
+        torch.manual_seed((self._base + place * _ODD) & _MASK)

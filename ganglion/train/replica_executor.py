@@ -1,0 +1,104 @@
+"""The executor of plans without a pipeline: the whole model on this rank, a step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ganglion.comm import World
+from ganglion.gradients import GradientReducer, clip_by_norm, global_norm
+from ganglion.trace import COMPUTE, HOST, Recorder
+from ganglion.train.device import peak_bytes
+from ganglion.train.executor import Batch, StepResult
+from ganglion.train.replica import Replica
+
+SetLr = Callable[[int], float]
+
+
+class ReplicaExecutor:
+    """Forward and backward of a step's microbatches, then clipping, update and agreement."""
+
+    def __init__(
+        self,
+        world: World,
+        replica: Replica,
+        reducer: GradientReducer,
+        optimizers: Sequence[Optimizer],
+        recorder: Recorder,
+        *,
+        set_lr: SetLr,
+        max_grad_norm: float,
+        device: torch.device,
+    ) -> None:
+        """Join a replica with its gradients and optimizers; `set_lr(step)` sets the rate."""
+        self._world = world
+        self._replica = replica
+        self._reducer = reducer
+        self._optimizers = optimizers
+        self._recorder = recorder
+        self._set_lr = set_lr
+        self._max_grad_norm = max_grad_norm
+        self._device = device
+        self._step = 0
+        self._stop = False
+
+    def begin_at(self, step: int) -> None:
+        """Say that `step` updates have been made."""
+        self._step = step
+
+    def train(self, batch: Batch) -> Iterator[StepResult]:
+        """Train on a batch and yield its result."""
+        step = self._step
+        self._recorder.step = step
+        loss = self._replica.forward_backward(batch, step)
+        with self._recorder.span(COMPUTE, "update", step=step):
+            grad_norm = self._clip()
+            lr = self._set_lr(step)
+            for optimizer in self._optimizers:
+                optimizer.step()
+        self._step += 1
+        yield self._agree(loss, grad_norm, lr)
+
+    def drain(self) -> Iterator[StepResult]:
+        """Yield nothing: a step is over when it is over."""
+        return iter(())
+
+    def older_weights(self) -> dict[str, Tensor]:
+        """Return nothing: only the newest weights are needed."""
+        return {}
+
+    def evaluate(self, batch: Batch) -> float | None:
+        """Return the mean loss of this rank's share of a batch."""
+        return float(self._replica.evaluate(batch))
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop."""
+        self._stop = True
+
+    def close(self) -> None:
+        """Let go of the gradients."""
+        self._reducer.close()
+
+    def _clip(self) -> Tensor:
+        buffers = self._reducer.buffers
+        norm = global_norm(buffers)
+        if self._max_grad_norm > 0:
+            clip_by_norm(buffers, norm, self._max_grad_norm)
+        return norm
+
+    def _agree(self, loss: Tensor, grad_norm: Tensor, lr: float) -> StepResult:
+        """Exchange the few numbers of a step, so that every rank reports the same."""
+        mine = [float(loss), float(self._stop), float(peak_bytes(self._device))]
+        with self._recorder.span(HOST, "agree", step=self._step - 1):
+            table = self._world.gather_numbers(mine)
+        return StepResult(
+            step=self._step,
+            loss=float(table[:, 0].mean()),
+            grad_norm=float(grad_norm),
+            lr=lr,
+            peak_bytes=int(table[:, 2].max()),
+            stop_requested=bool(table[:, 1].any()),
+        )

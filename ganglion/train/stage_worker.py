@@ -1,0 +1,216 @@
+"""The worker of a pipeline rank: does what the schedule says, with the stages this rank holds.
+
+    forward, backward, weight    select the weights of the microbatch, run the stage
+    reduce                       sum tied gradients, then all gradients over the replicas, then
+                                 exchange norm and loss with everybody
+    update                       clip by the global norm, make the next weights
+
+Gradients of a batch that is being reduced and those of the next one live in different sets, so a
+pipeline that never flushes accumulates into one while the other travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ganglion.comm import Arrival, Transport
+from ganglion.gradients import GradientBuckets, clip_by_norm
+from ganglion.pipeline import Stage, WeightVersions
+from ganglion.schedules.action import Action
+from ganglion.train.exchange import Exchange
+
+TIED = "tied"
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that another stage holds too: gradients of both are summed, `first` first."""
+
+    name: str
+    partner: int
+    is_first: bool
+
+
+@dataclass(slots=True)
+class StagePart:
+    """What a rank holds of one stage; parameters go by their serial names."""
+
+    stage: Stage
+    parameters: Mapping[str, nn.Parameter]
+    buckets: GradientBuckets
+    optimizers: Sequence[Optimizer]
+    versions: WeightVersions | None
+    ties: tuple[Tie, ...] = ()
+    num_sets: int = 1
+    tied_arrived: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+
+    def select(self, version: int) -> None:
+        """Let the parameters be those of a version."""
+        if self.versions is not None:
+            self.versions.select(version)
+
+
+class StageWorker:
+    """Does the actions of one rank."""
+
+    def __init__(
+        self,
+        parts: Mapping[int, StagePart],
+        exchange: Exchange,
+        transport: Transport | None,
+        set_lr: Callable[[int], float],
+        max_grad_norm: float,
+    ) -> None:
+        """Work with the stages `parts`; `set_lr(step)` sets the learning rate of an update."""
+        self._parts = parts
+        self._exchange = exchange
+        self._transport = transport
+        self._set_lr = set_lr
+        self._max_grad_norm = max_grad_norm
+        self._inputs: dict[int, Tensor] = {}
+        self._batch_of: dict[int, int] = {}
+        self._zeroed: set[tuple[int, int]] = set()
+        self._started: set[tuple[int, int]] = set()
+        self._reduced: dict[int, set[int]] = {}
+
+    def admit(self, batch: int, microbatches: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Take the data of a batch, by the number of the microbatch."""
+        first, last = min(self._parts), max(self._parts)
+        for number, (inputs, target) in microbatches.items():
+            self._batch_of[number] = batch
+            if first == 0:
+                self._inputs[number] = inputs
+            self._parts[last].stage.expect(number, target)
+
+    def forward(self, action: Action, version: int, hidden: Tensor | None) -> Tensor | None:
+        """Run a forward; return what goes to the next stage."""
+        part = self._parts[action.stage]
+        part.select(version)
+        if hidden is None:
+            hidden = self._inputs.pop(action.index)
+        return part.stage.forward(action.index, hidden)
+
+    def backward(self, action: Action, version: int, gradient: Tensor | None) -> Tensor | None:
+        """Run a backward, or its input half; return what goes to the stage before."""
+        part = self._prepared(action, version)
+        return part.stage.backward(action.index, gradient)
+
+    def weight(self, action: Action, version: int) -> None:
+        """Run the weight half of a backward."""
+        self._prepared(action, version).stage.weight(action.index)
+
+    def _prepared(self, action: Action, version: int) -> StagePart:
+        """Select weights and gradients of a microbatch; the first of a batch finds zeros."""
+        part, batch = self._parts[action.stage], self._batch_of[action.index]
+        part.select(version)
+        which = batch % part.num_sets
+        if (action.stage, batch) not in self._zeroed:
+            self._zeroed.add((action.stage, batch))
+            part.buckets.zero(which)
+        part.buckets.select(which)
+        return part
+
+    # --- the end of a batch --------------------------------------------------------------------
+
+    def start_reduce(self, action: Action) -> None:
+        """Start to sum the gradients of a batch: tied ones first, as both holders need them."""
+        part, batch = self._parts[action.stage], action.index
+        part.buckets.select(batch % part.num_sets)
+        for tie in part.ties:
+            assert self._transport is not None, "tied stages sit on different ranks"
+            gradient = part.parameters[tie.name].grad
+            assert gradient is not None
+            kind = f"{TIED}{action.stage}"
+            self._transport.post(tie.partner, kind, gradient, stage=action.stage, microbatch=batch)
+
+    def is_reduced(self, action: Action) -> bool:
+        """Say whether the sum is there and, at the end of a batch, the norm of all ranks."""
+        part, batch = self._parts[action.stage], action.index
+        which = batch % part.num_sets
+        key = (action.stage, batch)
+        part.buckets.select(which)  # a backward of the next batch may have been in between
+        if key not in self._started:
+            if not self._sum_ties(part, batch):
+                return False
+            self._started.add(key)
+            part.buckets.start(which, batch)
+        if not part.buckets.is_done(which):
+            return False
+        part.buckets.wait(which)
+        return self._is_exchanged(action.stage, batch)
+
+    def take(self, arrival: Arrival) -> bool:
+        """Take a tied gradient of another stage."""
+        if not arrival.header.kind.startswith(TIED):
+            return False
+        key = (arrival.header.microbatch, str(arrival.source))
+        for part in self._parts.values():
+            if part.ties:
+                part.tied_arrived[key] = arrival.tensor
+        return True
+
+    def _sum_ties(self, part: StagePart, batch: int) -> bool:
+        """Add the partner's gradients, if they have come, in the order of the stages."""
+        keys = [(batch, str(tie.partner)) for tie in part.ties]
+        if any(key not in part.tied_arrived for key in keys):
+            return False
+        for tie, key in zip(part.ties, keys, strict=True):
+            mine, other = part.parameters[tie.name].grad, part.tied_arrived.pop(key)
+            assert mine is not None
+            mine.copy_(mine + other if tie.is_first else other + mine)
+        return True
+
+    def _is_exchanged(self, stage: int, batch: int) -> bool:
+        reduced = self._reduced.setdefault(batch, set())
+        reduced.add(stage)
+        if len(reduced) < len(self._parts):
+            return True  # the last stage of this rank to be reduced speaks for all
+        if not self._exchange.is_started(batch):
+            members = [number for number, of in self._batch_of.items() if of == batch]
+            loss = self._parts[max(self._parts)].stage.take_loss(members)
+            self._exchange.start(batch, loss, self._square_norm(batch))
+        return self._max_grad_norm <= 0 or self._exchange.is_done(batch)
+
+    def _square_norm(self, batch: int) -> float:
+        """Return the sum of squares of this rank's gradients; a tied one counts once."""
+        total = 0.0
+        for part in self._parts.values():
+            buffers = part.buckets.buffers(batch % part.num_sets)
+            total += sum(float(torch.sum(b.double() * b.double())) for b in buffers)
+            for tie in part.ties:
+                gradient = part.parameters[tie.name].grad
+                if not tie.is_first and gradient is not None:
+                    total -= float(torch.sum(gradient.double() * gradient.double()))
+        return total
+
+    def update(self, action: Action) -> None:
+        """Clip, and make the next weights of a stage."""
+        part, batch = self._parts[action.stage], action.index
+        which = batch % part.num_sets
+        part.buckets.select(which)
+        if self._max_grad_norm > 0:
+            norm = torch.tensor(self._exchange.norm(batch), dtype=torch.float64)
+            clip_by_norm(part.buckets.buffers(which), norm, self._max_grad_norm)
+        self._set_lr(batch)
+        if part.versions is not None:
+            part.versions.begin_update()
+            part.versions.take_gradients()
+        for optimizer in part.optimizers:
+            optimizer.step()
+        if part.versions is not None:
+            part.versions.end_update()
+        self._forget(action.stage, batch)
+
+    def _forget(self, stage: int, batch: int) -> None:
+        self._zeroed.discard((stage, batch))
+        self._started.discard((stage, batch))
+        self._reduced.get(batch, set()).discard(stage)
+        if not self._reduced.get(batch):
+            self._reduced.pop(batch, None)
+            for number in [n for n, b in self._batch_of.items() if b == batch]:
+                del self._batch_of[number]

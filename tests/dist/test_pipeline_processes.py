@@ -1,0 +1,92 @@
+"""Pipelines over real processes: equal to serial, trained and resumed by the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from ganglion import Plan
+from ganglion.comm import World, torch_world
+from tests.command import TINY, ganglion, metrics_of
+from tests.harness import Ranks
+from tests.serial import TOLERANCE, History, assert_same_by_name
+from tests.single.test_pipeline_threads import (
+    CASE,
+    delayed,
+    merged,
+    plan_for,
+    serial,
+    train_at_once,
+)
+from tests.training import Case, train_parallel
+
+
+def train_on(world: World, plan: Plan, case: Case, transport: str) -> History:
+    own = torch_world(world.rank, plan.mesh(), timeout_s=30.0, transport=transport)
+    body = train_at_once if plan.schedule == "two_bw" else train_parallel
+    return body(own, plan, case)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pipe", "data", "m", "transport"),
+    [
+        ("one_f_one_b", 2, 1, 4, "shm"),
+        ("one_f_one_b", 2, 1, 4, "torch"),
+        ("message_driven", 3, 1, 4, "shm"),
+        ("message_driven", 2, 2, 2, "shm"),
+        ("interleaved", 2, 1, 4, "shm"),
+        ("zero_bubble", 2, 1, 4, "shm"),
+        ("zero_bubble_v", 2, 1, 4, "shm"),
+        ("gpipe", 2, 1, 2, "torch"),
+        ("two_bw", 2, 1, 4, "shm"),
+        ("two_bw", 2, 2, 4, "shm"),
+        ("two_bw", 4, 1, 4, "shm"),
+    ],
+)
+def test_processes_equal_serial(
+    ranks: Ranks, schedule: str, pipe: int, data: int, m: int, transport: str
+) -> None:
+    case = dataclasses.replace(CASE, max_grad_norm=0.3)
+    plan = plan_for(case, schedule, pipe, data, m)
+    expected = delayed(case) if schedule == "two_bw" else serial(case)
+    found = merged(ranks.run(plan.num_ranks, train_on, plan, case, transport), plan)
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE[case.dtype][0])
+    assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE[case.dtype][0])
+    assert_same_by_name(found.weights, expected.weights)
+
+
+@pytest.mark.parametrize("schedule", ["two_bw", "interleaved"])
+def test_a_resumed_run_repeats_every_loss(tmp_path: Path, schedule: str) -> None:
+    layers = [option if option != "1" else "2" for option in TINY]
+    options = [*layers, "--nproc", "2", "--parallel.pipe", "2", "--parallel.schedule", schedule]
+    options += ["--train.steps", "6", "--train.threads", "1", "--train.eval_every", "3"]
+    whole = ganglion("train", *options, "--output.dir", "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    part = ganglion(
+        "train", *options, "--output.dir", "part", "--train.stop_at", "3", cwd=tmp_path
+    )
+    assert part.returncode == 0, part.stderr
+    rest = ganglion("train", "--resume", "--nproc", "2", "--output.dir", "part", cwd=tmp_path)
+    assert rest.returncode == 0, rest.stderr
+    for key in ("loss", "grad_norm", "lr", "val_loss"):
+        wanted = [record.get(key) for record in metrics_of(tmp_path / "whole")]
+        assert [record.get(key) for record in metrics_of(tmp_path / "part")] == wanted
+
+
+def test_pipe_by_data_trains_and_the_whole_model_is_written(tmp_path: Path) -> None:
+    layers = [option if option != "1" else "2" for option in TINY]
+    result = ganglion(
+        *("train", *layers, "--nproc", "4", "--parallel.pipe", "2", "--parallel.data", "2"),
+        *("--parallel.schedule", "two_bw", "--train.steps", "8", "--train.threads", "1"),
+        *("--output.dir", "run"),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    losses = [record["loss"] for record in metrics_of(tmp_path / "run")]
+    assert len(losses) == 8 and losses[-1] < losses[0]
+    assert "4 processes (data=2 x pipe=2)" in result.stdout
+    names = set(load_file(tmp_path / "run" / "model.safetensors"))
+    assert {"embedding.tokens.weight", "layers.1.mlp.up.weight", "head.norm.weight"} <= names

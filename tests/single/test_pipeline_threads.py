@@ -1,0 +1,254 @@
+"""Pipelines equal the serial model: every schedule, depth and cut, with ranks as threads.
+
+Schedules that flush are compared with plain training; those that never do with a serial loop that
+has their delay written out. Every parameter is compared by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ganglion import Plan
+from ganglion.comm import Faults, World, run_threads
+from ganglion.errors import PipelineError
+from ganglion.models import cross_entropy
+from tests.serial import TOLERANCE, History, assert_same_by_name, copies, train_serially
+from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of, train_parallel
+
+FLUSHING = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "message_driven")
+CASE = Case(num_steps=5, global_batch_size=16)
+
+
+def plan_for(case: Case, schedule: str, pipe: int, data: int, m: int, **more: object) -> Plan:
+    size = case.global_batch_size // (data * m)
+    return Plan(
+        data=data,
+        pipe=pipe,
+        schedule=schedule,
+        microbatch_size=size,
+        num_microbatches=m,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def merged(histories: list[History], plan: Plan) -> History:
+    """Join what the ranks of a pipeline hold; tied weights must agree where several hold them."""
+    whole = dataclasses.replace(histories[0], gradients=[], weights={})
+    for history in histories:
+        assert history.losses == histories[0].losses
+        assert history.norms == histories[0].norms
+        for name, tensor in history.weights.items():
+            if name in whole.weights:
+                assert torch.equal(whole.weights[name], tensor), f"{name} drifts apart"
+            whole.weights[name] = tensor
+    return whole
+
+
+def assert_equals(plan: Plan, case: Case, expected: History, faults: Faults | None = None) -> None:
+    histories = run_threads(
+        plan.mesh(), lambda world: train_parallel(world, plan, case), faults=faults
+    )
+    found = merged(histories, plan)
+    relative = TOLERANCE[case.dtype][0]
+    assert found.losses == pytest.approx(expected.losses, rel=relative)
+    assert found.norms == pytest.approx(expected.norms, rel=relative)
+    assert_same_by_name(found.weights, expected.weights)
+
+
+def serial(case: Case) -> History:
+    return train_serially(
+        make_model(case),
+        cross_entropy,
+        OPTIMIZERS[case.optimizer],
+        make_batches(case),
+        max_grad_norm=case.max_grad_norm,
+    )
+
+
+@pytest.mark.parametrize("schedule", FLUSHING)
+@pytest.mark.parametrize("pipe", [2, 3])
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_flushing_schedules_equal_serial(schedule: str, pipe: int, m: int) -> None:
+    assert_equals(plan_for(CASE, schedule, pipe, 1, m), CASE, serial(CASE))
+
+
+@pytest.mark.parametrize("schedule", FLUSHING)
+@pytest.mark.parametrize("m", [2, 8])
+def test_flushing_schedules_with_replicas(schedule: str, m: int) -> None:
+    assert_equals(plan_for(CASE, schedule, 2, 2, m), CASE, serial(CASE))
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "message_driven", "zero_bubble"])
+def test_four_stages_and_microbatches_that_do_not_fill_them(schedule: str) -> None:
+    case = dataclasses.replace(CASE, global_batch_size=12)
+    assert_equals(plan_for(case, schedule, 4, 1, 3), case, serial(case))
+
+
+@pytest.mark.parametrize("cuts", [(1,), (3,), (5,)])
+def test_uneven_cuts(cuts: tuple[int, ...]) -> None:
+    plan = plan_for(CASE, "one_f_one_b", 2, 1, 4, stage_boundaries=cuts)
+    assert_equals(plan, CASE, serial(CASE))
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble", "message_driven"])
+@pytest.mark.parametrize("data", [1, 2])
+def test_tied_embeddings_are_summed_once(schedule: str, data: int) -> None:
+    case = dataclasses.replace(CASE, model="tied", max_grad_norm=0.5)
+    assert_equals(plan_for(case, schedule, 2, data, 4), case, serial(case))
+
+
+@pytest.mark.parametrize("model", ["mlp", "conv"])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_v", "two_bw"])
+def test_other_models(model: str, schedule: str) -> None:
+    case = dataclasses.replace(CASE, model=model, num_steps=3)
+    pipe = 1 if schedule == "zero_bubble_v" and model == "mlp" else 2
+    expected = delayed(case) if schedule == "two_bw" else serial(case)
+    assert_equals(plan_for(case, schedule, pipe, 1, 4), case, expected)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_clipping_by_the_global_norm(max_grad_norm: float, dtype: torch.dtype) -> None:
+    case = dataclasses.replace(CASE, max_grad_norm=max_grad_norm, dtype=dtype)
+    assert_equals(plan_for(case, "one_f_one_b", 3, 1, 4), case, serial(case))
+
+
+# --- never flushing ----------------------------------------------------------------------------
+
+
+def delayed(case: Case) -> History:
+    """2BW written out: batch t computes its gradients with the weights after max(t - 1, 0)."""
+    model = make_model(case)
+    named = dict(model.named_parameters())
+    optimizer = OPTIMIZERS[case.optimizer](list(model.named_parameters()))
+    versions, history = [copies(named)], History()
+    for step, (inputs, targets) in enumerate(make_batches(case)):
+        _load(named, versions[max(step - 1, 0)])
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
+        history.losses.append(loss.item())
+        history.norms.append(norm.item())
+        _load(named, versions[-1])
+        optimizer.step()
+        versions.append(copies(named))
+    history.weights = versions[-1]
+    return history
+
+
+@torch.no_grad()
+def _load(named: dict[str, nn.Parameter], weights: dict[str, Tensor]) -> None:
+    for name, parameter in named.items():
+        parameter.copy_(weights[name])
+
+
+def train_at_once(world: World, plan: Plan, case: Case) -> History:
+    """Train all batches in one go, so that a pipeline that never flushes really does not."""
+    from tests.training import make_run
+
+    run, history = make_run(world, plan, case), History()
+    for result in run.steps(share_of(batch, world, plan) for batch in make_batches(case)):
+        history.losses.append(result.loss)
+        history.norms.append(result.grad_norm)
+    history.weights = copies(run.model_tensors())
+    return history
+
+
+def assert_equals_delayed(plan: Plan, case: Case, faults: Faults | None = None) -> None:
+    expected = delayed(case)
+    histories = run_threads(
+        plan.mesh(), lambda world: train_at_once(world, plan, case), faults=faults
+    )
+    found = merged(histories, plan)
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE[case.dtype][0])
+    assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE[case.dtype][0])
+    assert_same_by_name(found.weights, expected.weights)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("pipe", [2, 3, 4])
+@pytest.mark.parametrize("more", ["d", "d+1", "2d"])
+def test_two_bw_equals_the_delay_written_out(optimizer: str, pipe: int, more: str) -> None:
+    m = {"d": pipe, "d+1": pipe + 1, "2d": 2 * pipe}[more]
+    case = dataclasses.replace(CASE, optimizer=optimizer, global_batch_size=2 * m, num_steps=6)
+    assert_equals_delayed(plan_for(case, "two_bw", pipe, 1, m), case)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
+def test_two_bw_with_replicas_and_clipping(max_grad_norm: float) -> None:
+    case = dataclasses.replace(CASE, max_grad_norm=max_grad_norm, num_steps=6)
+    assert_equals_delayed(plan_for(case, "two_bw", 2, 2, 4), case)
+
+
+def test_two_bw_with_tied_embeddings() -> None:
+    case = dataclasses.replace(CASE, model="tied", max_grad_norm=0.3, num_steps=6)
+    assert_equals_delayed(plan_for(case, "two_bw", 2, 1, 4), case)
+
+
+def test_two_bw_batch_by_batch_is_the_same() -> None:
+    """Draining after every batch changes nothing: versions go by batches, not by time."""
+    case = dataclasses.replace(CASE, num_steps=6)
+    assert_equals(plan_for(case, "two_bw", 2, 1, 4), case, delayed(case))
+
+
+def test_stash_trains_every_stage_with_its_own_delay() -> None:
+    """One stage: no delay at all. More: it learns, with the versions that its schedule declares."""
+    alone = dataclasses.replace(CASE, num_steps=4)
+    histories = run_threads(
+        plan_for(alone, "stash", 2, 1, 4).mesh(),
+        lambda world: train_at_once(world, plan_for(alone, "stash", 2, 1, 4), alone),
+    )
+    assert len(histories[0].losses) == 4
+    assert all(torch.isfinite(t).all() for h in histories for t in h.weights.values())
+
+
+# --- trouble -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("schedule", ["message_driven", "two_bw", "interleaved"])
+def test_delays_and_reordering_change_nothing(schedule: str, seed: int) -> None:
+    case = dataclasses.replace(CASE, num_steps=3)
+    plan = plan_for(case, schedule, 3, 1, 4)
+    faults = Faults(seed=seed, delay_s=0.003, reorder=schedule != "interleaved")
+    if schedule == "two_bw":
+        assert_equals_delayed(plan, case, faults)
+    else:
+        assert_equals(plan, case, serial(case), faults)
+
+
+def test_an_error_reaches_every_rank_and_names_where_it_happened() -> None:
+    from ganglion import parallelize
+
+    case = CASE
+    plan = plan_for(case, "one_f_one_b", 2, 1, 4, stage_boundaries=(2,))
+    errors: dict[int, Exception] = {}
+
+    def body(world: World) -> None:
+        run = parallelize(
+            list(_failing_blocks(case)), cross_entropy, OPTIMIZERS["sgd"], plan, world=world
+        )
+        try:
+            list(run.steps([share_of(make_batches(case)[0], world, plan)]))
+        except PipelineError as error:
+            errors[world.rank] = error
+
+    run_threads(plan.mesh(), body, timeout_s=20.0)
+    assert set(errors) == {0, 1}
+    for error in errors.values():
+        assert "forward of stage 1, microbatch 0 failed" in str(error)
+        assert "broken on purpose" in str(error)
+
+
+def _failing_blocks(case: Case) -> list[nn.Module]:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("broken on purpose")
+
+    blocks = list(make_model(case).blocks().values())  # type: ignore[operator]
+    return [*blocks[:3], Broken(), *blocks[3:]]
