@@ -31,6 +31,7 @@ from ganglion.errors import CommError, ProtocolError
 
 SLOT_BYTES = 1 << 20
 EAGER_BYTES = 1 << 16  # what a member sends to all others together in a small collective
+LINGER_S = 100e-6  # about what it takes to wake a sleeping process
 Arrivals = Mapping[int, Arrival]
 _CARRIED = frozenset(DTYPES)
 _OPS = ("", SUM, MAX)
@@ -66,7 +67,7 @@ class ShmGroup:
         self.size = len(ranks)
         self._eager_bytes = eager_bytes // (self.size - 1)
         self._fate = Fate()
-        small_links = Links(ranks, small, timeout_s, takes_descriptors=False)
+        small_links = Links(ranks, small, timeout_s, takes_descriptors=False, linger_s=LINGER_S)
         self._eager = EagerPath(ranks, small_links, self._fate)
         links = Links(ranks, large, timeout_s, takes_descriptors=True)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import os
 import select
 import socket
 import time
@@ -89,8 +90,14 @@ class Links:
         timeout_s: float,
         *,
         takes_descriptors: bool,
+        linger_s: float = 0.0,
     ) -> None:
-        """Own `sockets`, by rank; a wait that lasts `timeout_s` fails."""
+        """Own `sockets`, by rank; a wait that lasts `timeout_s` fails.
+
+        Before it goes to sleep, a wait looks for news for `linger_s`, giving way to anybody who
+        wants the core: an idle core is slow to wake.
+        """
+        self._linger_s = linger_s
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._links = [
@@ -140,13 +147,19 @@ class Links:
 
     def read(self, wait_s: float) -> None:
         """Wait for news, but no longer than `wait_s`, and take in all there is."""
-        for descriptor, _ in self._poll.poll(wait_s * 1000):
+        for descriptor, _ in self._ready(wait_s):
             link = self._by_descriptor[descriptor]
             link.read()
             if link.hung_up:
                 self._poll.unregister(descriptor)
             if link.hung_up or link.inbox.failure:
                 self._broken.append(link)
+
+    def _ready(self, wait_s: float) -> list[tuple[int, int]]:
+        end_s = time.monotonic() + min(wait_s, self._linger_s)
+        while not (ready := self._poll.poll(0)) and time.monotonic() < end_s:
+            os.sched_yield()
+        return ready or self._poll.poll(wait_s * 1000)
 
     def _explain(self, lacking: list[Link], what: object) -> None:
         """Raise if a member failed, died, or left although something is still awaited from it."""
