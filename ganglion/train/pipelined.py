@@ -10,17 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ganglion.comm import Transport, World
-from ganglion.data import share_index
-from ganglion.errors import DataError
 from ganglion.models import evaluation_mode
 from ganglion.pipeline import Engine
 from ganglion.plan import Plan
 from ganglion.trace import COMPUTE, Recorder
 from ganglion.train.exchange import Exchange
 from ganglion.train.executor import Batch, StepResult
+from ganglion.train.microbatches import cut_batch
 from ganglion.train.stage_worker import StagePart, StageWorker
 
 _EVALUATED = "evaluated"
@@ -83,7 +82,7 @@ class PipelineExecutor:
         """Let a batch enter and yield the results that are there."""
         step, first = self._num_admitted, self._num_microbatches
         self._recorder.step = step
-        microbatches = dict(enumerate(self._cut(batch), start=first))
+        microbatches = dict(enumerate(cut_batch(batch, self._plan, self._device), start=first))
         self._num_admitted += 1
         self._num_microbatches += len(microbatches)
         self._worker.admit(step, microbatches)
@@ -118,7 +117,7 @@ class PipelineExecutor:
         losses = []
         modules = [block for part in self._parts.values() for block in part.stage.blocks]
         with evaluation_mode(modules), self._recorder.span(COMPUTE, "evaluate"):
-            for number, (inputs, target) in enumerate(self._cut(batch)):
+            for number, (inputs, target) in enumerate(cut_batch(batch, self._plan, self._device)):
                 losses.append(self._evaluate_one(number, inputs, target))
         known = [loss for loss in losses if loss is not None]
         return sum(known) / len(known) if known else None
@@ -171,27 +170,3 @@ class PipelineExecutor:
         assert self._transport is not None
         target = self._rank_at(stage)
         self._transport.post(target, _EVALUATED, output, stage=stage, microbatch=number)
-
-    def _cut(self, batch: Batch) -> Iterator[Batch]:
-        inputs, targets = batch
-        if not len(inputs) == len(targets) == self._plan.share_size:
-            raise DataError(
-                f"a batch has {len(inputs)} inputs and {len(targets)} targets, but this rank's "
-                f"share is microbatch_size * num_microbatches = {self._plan.microbatch_size} * "
-                f"{self._plan.num_microbatches} = {self._plan.share_size}: draw batches with "
-                f"run.batches(dataset)"
-            )
-        size = self._plan.microbatch_size
-        for start in range(0, self._plan.share_size, size):
-            part = slice(start, start + size)
-            yield inputs[part].to(self._device), targets[part].to(self._device)
-
-
-def share_of(world: World) -> int:
-    """Return which share of every batch this rank's replica sees."""
-    return share_index(world.coordinates, world.mesh)
-
-
-def moved(blocks: Mapping[str, nn.Module], device: torch.device) -> dict[str, nn.Module]:
-    """Return the blocks on a device."""
-    return {name: block.to(device) for name, block in blocks.items()}

@@ -6,18 +6,18 @@ behind the same two methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from ganglion.errors import DataError
 from ganglion.gradients import GradientReducer
 from ganglion.models import LossFn, evaluation_mode
 from ganglion.plan import Plan
 from ganglion.trace import COMPUTE, Recorder
 from ganglion.train.executor import Batch
+from ganglion.train.microbatches import cut_batch
 from ganglion.train.random_stream import RandomStream
 
 
@@ -49,7 +49,7 @@ class Replica:
         # The mean over microbatches and replicas is taken here, so that reductions only sum.
         scale = 1.0 / (self._plan.num_microbatches * self._plan.num_shares)
         total = torch.zeros((), device=self._device)
-        for index, (inputs, targets) in enumerate(self._microbatches(batch)):
+        for index, (inputs, targets) in enumerate(cut_batch(batch, self._plan, self._device)):
             with self._recorder.span(COMPUTE, "forward", step=step, microbatch=index):
                 loss = self._loss(inputs, targets, (step, index))
             if index == self._plan.num_microbatches - 1:
@@ -65,7 +65,7 @@ class Replica:
         """Return the mean loss of this rank's share of a batch; no gradients, no dropout."""
         total = torch.zeros((), device=self._device)
         with evaluation_mode(self._blocks):
-            for inputs, targets in self._microbatches(batch):
+            for inputs, targets in cut_batch(batch, self._plan, self._device):
                 total = total + self._loss(inputs, targets)
         return total / self._plan.num_microbatches
 
@@ -80,20 +80,6 @@ class Replica:
                     self._stream.seed_block(*place, number)
                 hidden = block(hidden)
         return self._loss_fn(hidden, targets)
-
-    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
-        inputs, targets = batch
-        if not len(inputs) == len(targets) == self._plan.share_size:
-            raise DataError(
-                f"a batch has {len(inputs)} inputs and {len(targets)} targets, but this rank's "
-                f"share is microbatch_size * num_microbatches = {self._plan.microbatch_size} * "
-                f"{self._plan.num_microbatches} = {self._plan.share_size}: draw batches with "
-                f"run.batches(dataset)"
-            )
-        size = self._plan.microbatch_size
-        for start in range(0, self._plan.share_size, size):
-            part = slice(start, start + size)
-            yield inputs[part].to(self._device), targets[part].to(self._device)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
