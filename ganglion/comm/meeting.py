@@ -41,9 +41,14 @@ class Meeting:
         self._mesh = mesh
         self._timeout_s = timeout_s
         self._everyone = tuple(range(mesh.num_ranks))
-        self._world = WorldGroup(self._everyone, rank)
         self.hosts = HostMap(tuple(self.exchange(host)))
         self.way = choose_way(transport, self.hosts, has_gpu=torch.cuda.is_available())
+
+    @property
+    def _world(self) -> WorldGroup:
+        # Made anew each time: who holds the process group keeps its threads alive past its
+        # destruction, into the end of the interpreter, where they may abort the process.
+        return WorldGroup(self._everyone, self._rank)
 
     def exchange(self, text: str) -> list[str]:
         """Return the texts of all ranks; every rank must call this."""

@@ -194,7 +194,7 @@ class Engine:
         if self._reducing:
             self._end_reductions()
         while self._transport is not None and (arrival := self._transport.poll()) is not None:
-            self._take(arrival)
+            self.take(arrival)
 
     def _wait(self) -> None:
         """Return when something happened: an arrival, or perhaps the end of a reduction."""
@@ -205,9 +205,9 @@ class Engine:
         elif self._reducing:
             arrival = self._transport.poll(_LOOK_S)
             if arrival is not None:
-                self._take(arrival)
+                self.take(arrival)
         else:
-            self._take(self._transport.receive(self._timeout_s, "activations and gradients"))
+            self.take(self._transport.receive(self._timeout_s, "activations and gradients"))
 
     def _end_reductions(self) -> None:
         for action in list(self._reducing):
@@ -215,7 +215,8 @@ class Engine:
                 self._reducing.remove(action)
                 self._schedule.on_finish(action)
 
-    def _take(self, arrival: Arrival) -> None:
+    def take(self, arrival: Arrival) -> None:
+        """Hand a message to whom it concerns: the schedule, or the worker."""
         header = arrival.header
         if header.kind == ERROR_KIND:
             raise PipelineError(bytes(arrival.tensor.tolist()).decode())

@@ -20,9 +20,7 @@ from ganglion.trace import COMPUTE, Recorder
 from ganglion.train.exchange import Exchange
 from ganglion.train.executor import Batch, StepResult
 from ganglion.train.microbatches import cut_batch
-from ganglion.train.stage_worker import StagePart, StageWorker
-
-_EVALUATED = "evaluated"
+from ganglion.train.stage_worker import EVALUATED, StagePart, StageWorker
 
 
 class PipelineExecutor:
@@ -160,13 +158,14 @@ class PipelineExecutor:
         return result
 
     def _receive(self, stage: int, number: int) -> Tensor:
-        assert self._transport is not None
-        arrival = self._transport.receive(self._timeout_s, "activations to evaluate")
-        found = (arrival.header.kind, arrival.header.stage, arrival.header.microbatch)
-        assert found == (_EVALUATED, stage, number), f"{found} is not what was awaited"
-        return arrival.tensor
+        """Wait for activations; they may have come while this rank was still training."""
+        while (stage, number) not in self._worker.evaluated:
+            assert self._transport is not None
+            awaiting = "activations to evaluate"
+            self._engine.take(self._transport.receive(self._timeout_s, awaiting))
+        return self._worker.evaluated.pop((stage, number))
 
     def _post(self, stage: int, number: int, output: Tensor) -> None:
         assert self._transport is not None
         target = self._rank_at(stage)
-        self._transport.post(target, _EVALUATED, output, stage=stage, microbatch=number)
+        self._transport.post(target, EVALUATED, output, stage=stage, microbatch=number)

@@ -24,7 +24,7 @@ from ganglion.pipeline import Stage, WeightVersions
 from ganglion.schedules.action import Action
 from ganglion.train.exchange import Exchange
 
-TIED = "tied"
+TIED, EVALUATED = "tied", "evaluated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ class StageWorker:
         self._set_lr = set_lr
         self._max_grad_norm = max_grad_norm
         self._inputs: dict[int, Tensor] = {}
+        # Activations to evaluate, by stage and microbatch: the stage before may be ahead.
+        self.evaluated: dict[tuple[int, int], Tensor] = {}
         self._batch_of: dict[int, int] = {}
         self._zeroed: set[tuple[int, int]] = set()
         self._started: set[tuple[int, int]] = set()
@@ -145,7 +147,11 @@ class StageWorker:
         return self._is_exchanged(action.stage, batch)
 
     def take(self, arrival: Arrival) -> bool:
-        """Take a tied gradient of another stage."""
+        """Take a tied gradient of another stage, or activations to evaluate."""
+        if arrival.header.kind == EVALUATED:
+            place = (arrival.header.stage, arrival.header.microbatch)
+            self.evaluated[place] = arrival.tensor
+            return True
         if not arrival.header.kind.startswith(TIED):
             return False
         key = (arrival.header.microbatch, str(arrival.source))
