@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -69,7 +69,9 @@ def assemble(order: PipelineOrder, rate: RateSetter) -> Held:
     rank_at = _rank_at(world, schedule)
     stages = schedule.stage_map.stages_of(world.coordinates.pipe)
     group = plain_group(world.group("data"))
-    parts = {number: _part(number, order, schedule, cut, rank_at, group) for number in stages}
+    parts: dict[int, StagePart] = {}
+    for number in stages:
+        parts[number] = _part(number, order, schedule, cut, rank_at, group, parts.values())
     optimizers = [optimizer for part in parts.values() for optimizer in part.optimizers]
     executor = _executor(order, schedule, parts, transport, rank_at, rate)
     return Held(
@@ -114,9 +116,13 @@ def _part(
     cut: Cut,
     rank_at: Callable[[int], int],
     group: Group,
+    earlier: Iterable[StagePart],
 ) -> StagePart:
+    """Build a stage; a parameter that an earlier stage of this rank has belongs to that one."""
     blocks = [order.blocks[name] for name in cut.stages[number]]
-    parameters = serial_names(order.blocks, cut.stages[number])
+    taken = {name for part in earlier for name in part.parameters}
+    named = serial_names(order.blocks, cut.stages[number])
+    parameters = {name: p for name, p in named.items() if name not in taken}
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     num_kept = _versions_kept(order.plan, schedule)
     versions = WeightVersions(trainable, num_kept) if num_kept > 1 and trainable else None
@@ -175,8 +181,8 @@ def _settings(
 def _ties(
     number: int, cut: Cut, parameters: Mapping[str, nn.Parameter], rank_at: Callable[[int], int]
 ) -> tuple[Tie, ...]:
-    ties = []
-    for name in parameters:
+    ties: list[Tie] = []
+    for name in sorted(parameters):
         holders = cut.holders.get(name, ())
         if len(holders) > 2:
             raise ConfigError(
@@ -185,7 +191,9 @@ def _ties(
             )
         for other in holders:
             if other != number and rank_at(other) != rank_at(number):
-                ties.append(Tie(name, rank_at(other), is_first=number < other))
+                partner = rank_at(other)
+                shared = sum(tie.partner == partner for tie in ties)
+                ties.append(Tie(name, partner, shared, is_first=number < other))
     return tuple(ties)
 
 

@@ -12,7 +12,7 @@ pipeline that never flushes accumulates into one while the other travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,15 @@ TIED, EVALUATED = "tied", "evaluated"
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A parameter that another stage holds too: gradients of both are summed, `first` first."""
+    """A parameter that a stage of another rank holds too: the gradients of both are summed.
+
+    The one of the first stage comes first. `number` counts what the two ranks share, in the same
+    order on both.
+    """
 
     name: str
     partner: int
+    number: int
     is_first: bool
 
 
@@ -47,7 +52,6 @@ class StagePart:
     versions: WeightVersions | None
     ties: tuple[Tie, ...] = ()
     num_sets: int = 1
-    tied_arrived: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def select(self, version: int) -> None:
         """Let the parameters be those of a version."""
@@ -75,8 +79,10 @@ class StageWorker:
         self._inputs: dict[int, Tensor] = {}
         # Activations to evaluate, by stage and microbatch: the stage before may be ahead.
         self.evaluated: dict[tuple[int, int], Tensor] = {}
+        # Tied gradients of other ranks, by batch, rank and the number of the tie.
+        self._tied: dict[tuple[int, int, int], Tensor] = {}
         self._batch_of: dict[int, int] = {}
-        self._zeroed: set[tuple[int, int]] = set()
+        self._zeroed: set[int] = set()
         self._started: set[tuple[int, int]] = set()
         self._reduced: dict[int, set[int]] = {}
 
@@ -107,14 +113,17 @@ class StageWorker:
         self._prepared(action, version).stage.weight(action.index)
 
     def _prepared(self, action: Action, version: int) -> StagePart:
-        """Select weights and gradients of a microbatch; the first of a batch finds zeros."""
+        """Select weights and gradients of a microbatch; the first of a batch finds zeros.
+
+        In all stages of the rank, for two of them may share a parameter.
+        """
         part, batch = self._parts[action.stage], self._batch_of[action.index]
         part.select(version)
-        which = batch % part.num_sets
-        if (action.stage, batch) not in self._zeroed:
-            self._zeroed.add((action.stage, batch))
-            part.buckets.zero(which)
-        part.buckets.select(which)
+        if batch not in self._zeroed:
+            self._zeroed.add(batch)
+            for each in self._parts.values():
+                each.buckets.zero(batch % each.num_sets)
+        part.buckets.select(batch % part.num_sets)
         return part
 
     # --- the end of a batch --------------------------------------------------------------------
@@ -127,8 +136,9 @@ class StageWorker:
             assert self._transport is not None, "tied stages sit on different ranks"
             gradient = part.parameters[tie.name].grad
             assert gradient is not None
-            kind = f"{TIED}{action.stage}"
-            self._transport.post(tie.partner, kind, gradient, stage=action.stage, microbatch=batch)
+            self._transport.post(
+                tie.partner, TIED, gradient, step=batch, stage=action.stage, microbatch=tie.number
+            )
 
     def is_reduced(self, action: Action) -> bool:
         """Say whether the sum is there and, at the end of a batch, the norm of all ranks."""
@@ -148,25 +158,20 @@ class StageWorker:
 
     def take(self, arrival: Arrival) -> bool:
         """Take a tied gradient of another stage, or activations to evaluate."""
-        if arrival.header.kind == EVALUATED:
-            place = (arrival.header.stage, arrival.header.microbatch)
-            self.evaluated[place] = arrival.tensor
-            return True
-        if not arrival.header.kind.startswith(TIED):
-            return False
-        key = (arrival.header.microbatch, str(arrival.source))
-        for part in self._parts.values():
-            if part.ties:
-                part.tied_arrived[key] = arrival.tensor
-        return True
+        header = arrival.header
+        if header.kind == EVALUATED:
+            self.evaluated[header.stage, header.microbatch] = arrival.tensor
+        elif header.kind == TIED:
+            self._tied[header.step, arrival.source, header.microbatch] = arrival.tensor
+        return header.kind in (EVALUATED, TIED)
 
     def _sum_ties(self, part: StagePart, batch: int) -> bool:
         """Add the partner's gradients, if they have come, in the order of the stages."""
-        keys = [(batch, str(tie.partner)) for tie in part.ties]
-        if any(key not in part.tied_arrived for key in keys):
+        keys = [(batch, tie.partner, tie.number) for tie in part.ties]
+        if any(key not in self._tied for key in keys):
             return False
         for tie, key in zip(part.ties, keys, strict=True):
-            mine, other = part.parameters[tie.name].grad, part.tied_arrived.pop(key)
+            mine, other = part.parameters[tie.name].grad, self._tied.pop(key)
             assert mine is not None
             mine.copy_(mine + other if tie.is_first else other + mine)
         return True
@@ -213,10 +218,10 @@ class StageWorker:
         self._forget(action.stage, batch)
 
     def _forget(self, stage: int, batch: int) -> None:
-        self._zeroed.discard((stage, batch))
         self._started.discard((stage, batch))
         self._reduced.get(batch, set()).discard(stage)
         if not self._reduced.get(batch):
             self._reduced.pop(batch, None)
+            self._zeroed.discard(batch)
             for number in [n for n, b in self._batch_of.items() if b == batch]:
                 del self._batch_of[number]

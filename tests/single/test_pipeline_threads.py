@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion import Plan
+from ganglion import Plan, parallelize
 from ganglion.comm import Faults, World, run_threads
 from ganglion.errors import PipelineError
 from ganglion.models import cross_entropy
@@ -94,11 +94,55 @@ def test_uneven_cuts(cuts: tuple[int, ...]) -> None:
     assert_equals(plan, CASE, serial(CASE))
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble", "message_driven"])
+@pytest.mark.parametrize(
+    "schedule", ["one_f_one_b", "zero_bubble", "zero_bubble_v", "interleaved", "message_driven"]
+)
 @pytest.mark.parametrize("data", [1, 2])
 def test_tied_embeddings_are_summed_once(schedule: str, data: int) -> None:
     case = dataclasses.replace(CASE, model="tied", max_grad_norm=0.5)
     assert_equals(plan_for(case, schedule, 2, data, 4), case, serial(case))
+
+
+class Scaled(nn.Module):
+    """Two parameters that can be shared with another block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((12,), 1.1, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.full((12,), 0.1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor + self.shift
+
+
+def test_two_parameters_tied_between_the_same_stages() -> None:
+    def blocks() -> nn.Sequential:
+        first, last = Scaled(), Scaled()
+        last.factor, last.shift = first.factor, first.shift
+        middle = make_model(dataclasses.replace(CASE, model="mlp"))
+        return nn.Sequential(first, *list(middle.blocks().values())[:1], nn.Linear(16, 12), last)
+
+    case = dataclasses.replace(CASE, model="mlp", num_steps=2)
+    torch.manual_seed(3)
+    model = blocks().double()
+    start = copies(dict(model.named_parameters()))
+    expected = train_serially(model, cross_entropy, OPTIMIZERS["sgd"], make_batches(case))
+    plan = plan_for(case, "one_f_one_b", 2, 1, 4, stage_boundaries=(2,))
+
+    def body(world: World) -> History:
+        mine = blocks().double()
+        _load(dict(mine.named_parameters()), start)
+        run = parallelize(mine, cross_entropy, OPTIMIZERS["sgd"], plan, world=world)
+        history = History()
+        for result in run.steps(share_of(batch, world, plan) for batch in make_batches(case)):
+            history.losses.append(result.loss)
+            history.norms.append(result.grad_norm)
+        history.weights = copies(run.model_tensors())
+        return history
+
+    found = merged(run_threads(plan.mesh(), body), plan)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert_same_by_name(found.weights, expected.weights)
 
 
 @pytest.mark.parametrize("model", ["mlp", "conv"])
@@ -223,8 +267,6 @@ def test_delays_and_reordering_change_nothing(schedule: str, seed: int) -> None:
 
 
 def test_an_error_reaches_every_rank_and_names_where_it_happened() -> None:
-    from ganglion import parallelize
-
     case = CASE
     plan = plan_for(case, "one_f_one_b", 2, 1, 4, stage_boundaries=(2,))
     errors: dict[int, Exception] = {}
