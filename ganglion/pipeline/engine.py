@@ -38,7 +38,13 @@ from ganglion.trace import HOST, Recorder
 
 FORWARD_KIND, BACKWARD_KIND, ERROR_KIND = "forward", "backward", "error"
 _KINDS = {FORWARD_KIND: FORWARD, BACKWARD_KIND: BACKWARD}
-_NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight", UPDATE: "update"}
+_NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    WEIGHT: "weight",
+    REDUCE: "reduce",
+    UPDATE: "update",
+}
 # How often a reduction that runs by itself is looked at while there is nothing else to do.
 _LOOK_S = 0.0005
 _TELLING_S = 1.0
@@ -135,9 +141,10 @@ class Engine:
         except GanglionError:
             raise
         except Exception as error:
+            what = "batch" if action.kind in (REDUCE, UPDATE) else "microbatch"
             raise PipelineError(
-                f"{_NAMES[action.kind]} of stage {action.stage}, microbatch {action.index} "
-                f"failed on this rank: {type(error).__name__}: {error}"
+                f"{_NAMES[action.kind]} of stage {action.stage}, {what} {action.index} failed on "
+                f"rank {self._rank_at(action.stage)}: {type(error).__name__}: {error}"
             ) from error
         self._record(action, start_s, version)
         self._schedule.on_finish(action)
@@ -169,21 +176,23 @@ class Engine:
             self._rank_at(stage),
             kind,
             tensor,
-            step=self._recorder.step,
+            step=self._schedule.batch_of(microbatch),
             stage=stage,
             microbatch=microbatch,
             version=version,
         )
 
     def _record(self, action: Action, start_s: float, version: int) -> None:
+        is_update = action.kind == UPDATE
+        batch = action.index if is_update else self._schedule.batch_of(action.index)
         self._recorder.add(
             COMPUTE_LANE if action.lane == COMPUTE else HOST,
             _NAMES[action.kind],
             start_s,
             self._recorder.clock(),
-            step=action.index if action.kind == UPDATE else self._recorder.step,
+            step=batch,
             stage=action.stage,
-            microbatch=-1 if action.kind == UPDATE else action.index,
+            microbatch=-1 if is_update else action.index,
             version=version,
         )
 
@@ -236,7 +245,7 @@ class Engine:
         if self._transport is None or isinstance(error, CommError):
             return  # a lost peer shows itself to everybody
         text = str(error) if isinstance(error, GanglionError) else repr(error)
-        told = f"rank {self._transport.rank}: {text}".encode()
+        told = f"{text} (told by rank {self._transport.rank})".encode()
         payload = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         for peer in self._transport.peers:
             with contextlib.suppress(CommError):

@@ -167,6 +167,10 @@ class RankSchedule(ABC):
         """Whether all admitted work has ended and none will follow."""
         return not self._admitting and not self._busy and not self._batch_of
 
+    def batch_of(self, microbatch: int) -> int:
+        """Return the batch of a microbatch that is not updated yet."""
+        return self._batch_of[microbatch]
+
     def version_of(self, microbatch: int) -> int:
         """Return the weights that forward and backward of a microbatch use."""
         return self._version_of_batch(self._batch_of[microbatch])

@@ -16,6 +16,7 @@ from ganglion import Plan, parallelize
 from ganglion.comm import Faults, World, run_threads
 from ganglion.errors import PipelineError
 from ganglion.models import cross_entropy
+from ganglion.trace import Event, Recorder
 from tests.serial import TOLERANCE, History, assert_same_by_name, copies, train_serially
 from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of, train_parallel
 
@@ -251,6 +252,31 @@ def test_stash_trains_every_stage_with_its_own_delay() -> None:
     assert all(torch.isfinite(t).all() for h in histories for t in h.weights.values())
 
 
+def test_the_trace_has_the_step_of_every_action_and_message() -> None:
+    """Under two_bw a batch is at work while the next has entered already."""
+    case = dataclasses.replace(CASE, num_steps=4)
+    plan = plan_for(case, "two_bw", 2, 1, 4)
+
+    def body(world: World) -> list[Event]:
+        recorder = Recorder(world.rank)
+        run = parallelize(
+            make_model(case),
+            cross_entropy,
+            OPTIMIZERS["sgd"],
+            plan,
+            world=world,
+            recorder=recorder,
+        )
+        list(run.steps(share_of(batch, world, plan) for batch in make_batches(case)))
+        return recorder.events()
+
+    for events in run_threads(plan.mesh(), body):
+        numbered = [e for e in events if e.microbatch >= 0]
+        assert {e.kind for e in numbered} >= {"forward", "backward"}
+        assert all(e.step == e.microbatch // 4 for e in numbered)
+        assert all(e.stage in (0, 1) for e in numbered)
+
+
 # --- trouble -----------------------------------------------------------------------------------
 
 
@@ -283,7 +309,7 @@ def test_an_error_reaches_every_rank_and_names_where_it_happened() -> None:
     run_threads(plan.mesh(), body, timeout_s=20.0)
     assert set(errors) == {0, 1}
     for error in errors.values():
-        assert "forward of stage 1, microbatch 0 failed" in str(error)
+        assert "forward of stage 1, microbatch 0 failed on rank 1" in str(error)
         assert "broken on purpose" in str(error)
 
 
