@@ -16,7 +16,7 @@ from ganglion.schedules import ScheduleOptions, make_schedule, stage_map_of
 from ganglion.simulator.defaults import with_default_limit
 from ganglion.simulator.disturbance import Disturbance
 from ganglion.simulator.links import Route, Transfer
-from ganglion.simulator.pipeline import Surroundings, simulate
+from ganglion.simulator.pipeline import Surroundings, num_simulated, simulate
 from ganglion.simulator.result import Simulation
 from ganglion.topology import Coordinates
 
@@ -56,8 +56,8 @@ def simulate_plan(
         times[stage_map.rank_of(stage)].divided(stage_map.num_chunks)
         for stage in range(stage_map.num_stages)
     ]
-    alike = not disturbances and not any(stage.jitter for stage in times)
-    network = ClusterNetwork(plan, cluster, chunk_times, 1 if alike else plan.data)
+    num_replicas = num_simulated(times, plan.data, disturbances)
+    network = ClusterNetwork(plan, cluster, chunk_times, num_replicas)
     simulation = simulate(
         lambda rank: make_schedule(plan.schedule, rank, plan.pipe, options),
         chunk_times,

@@ -64,17 +64,25 @@ def simulate(
     if not times:
         raise LayoutError("a pipeline of 0 stages has nothing to do; use 1 or more")
     around = around or Surroundings()
-    alike = not around.disturbances and not any(stage.jitter for stage in times)
-    schedules = _opened(make, times, batches, 1 if alike else around.num_replicas)
+    num_replicas = num_simulated(times, around.num_replicas, around.disturbances)
+    schedules = _opened(make, times, batches, num_replicas)
     with _collector_resting():
         rows, messages = _Driver(schedules, times, around).run()
     return Simulation(
         stage_map=schedules[0].stage_map,
         batches=tuple(batches),
-        num_replicas=1 if alike else around.num_replicas,
+        num_replicas=num_replicas,
         rows=rows,
         messages=messages,
     )
+
+
+def num_simulated(
+    times: Sequence[StageTimes], num_replicas: int, disturbances: Sequence[Disturbance]
+) -> int:
+    """Return how many replicas are simulated: one, if nothing tells them apart."""
+    alike = not disturbances and not any(stage.jitter for stage in times)
+    return 1 if alike else num_replicas
 
 
 @contextmanager
