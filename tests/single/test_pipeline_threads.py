@@ -18,6 +18,7 @@ from ganglion.errors import PipelineError
 from ganglion.models import cross_entropy
 from ganglion.trace import Event, Recorder
 from tests.serial import TOLERANCE, History, assert_same_by_name, copies, train_serially
+from tests.simulated import run as simulated
 from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of, train_parallel
 
 FLUSHING = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "message_driven")
@@ -241,15 +242,59 @@ def test_two_bw_batch_by_batch_is_the_same() -> None:
     assert_equals(plan_for(case, "two_bw", 2, 1, 4), case, delayed(case))
 
 
-def test_stash_trains_every_stage_with_its_own_delay() -> None:
-    """One stage: no delay at all. More: it learns, with the versions that its schedule declares."""
-    alone = dataclasses.replace(CASE, num_steps=4)
-    histories = run_threads(
-        plan_for(alone, "stash", 2, 1, 4).mesh(),
-        lambda world: train_at_once(world, plan_for(alone, "stash", 2, 1, 4), alone),
-    )
-    assert len(histories[0].losses) == 4
-    assert all(torch.isfinite(t).all() for h in histories for t in h.weights.values())
+def stashed(case: Case, pipe: int, m: int, boundary: int) -> History:
+    """Weight stashing written out: every stage runs a microbatch with the version it began with.
+
+    Which version that is comes from a simulation of the schedule; a stage is updated after its own
+    batch, with the gradients that its own versions gave.
+    """
+    model = make_model(case)
+    named = dict(model.named_parameters())
+    blocks = list(model.blocks())
+    stage_of = {n: int(_block_number(n, blocks) >= boundary) for n in named}
+    versions = [[copies(named)] for _ in range(pipe)]
+    used = {
+        (step.action.stage, step.action.index): step.version
+        for step in simulated("stash", pipe, (m,) * case.num_steps).steps()
+        if step.action.kind == "F"
+    }
+    optimizer = OPTIMIZERS[case.optimizer](list(model.named_parameters()))
+    history = History()
+    for batch, (inputs, targets) in enumerate(make_batches(case)):
+        optimizer.zero_grad()
+        losses = []
+        pairs = zip(inputs.chunk(m), targets.chunk(m), strict=True)
+        for number, (part, target) in enumerate(pairs, start=batch * m):
+            chosen = {n: versions[s][used[s, number]][n] for n, s in stage_of.items()}
+            _load(named, chosen)
+            loss = cross_entropy(model(part), target)
+            (loss / m).backward()
+            losses.append(loss.item())
+        history.losses.append(sum(losses) / m)
+        _load(named, {n: versions[s][-1][n] for n, s in stage_of.items()})
+        optimizer.step()
+        for stage in range(pipe):
+            versions[stage].append(copies(named))
+    history.weights = copies(named)
+    return history
+
+
+def _block_number(parameter: str, blocks: list[str]) -> int:
+    return max(n for n, name in enumerate(blocks) if parameter.startswith(f"{name}."))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_stash_equals_its_versions_written_out(optimizer: str, m: int) -> None:
+    case = dataclasses.replace(CASE, optimizer=optimizer, num_steps=6)
+    plan = plan_for(case, "stash", 2, 1, m, stage_boundaries=(3,))
+    expected = stashed(case, 2, m, boundary=3)
+    histories = run_threads(plan.mesh(), lambda world: train_at_once(world, plan, case))
+    found = merged(histories, plan)
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE[case.dtype][0])
+    assert_same_by_name(found.weights, expected.weights)
+    if m == 1:
+        assert found.losses != pytest.approx(serial(case).losses, rel=1e-6), "there was no delay"
 
 
 def test_the_trace_has_the_step_of_every_action_and_message() -> None:
