@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from ganglion.comm import Group, Transport, World, plain_group
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientBuckets
-from ganglion.models import LossFn
 from ganglion.pipeline import (
     Engine,
     Stage,
@@ -23,57 +19,37 @@ from ganglion.pipeline import (
 from ganglion.plan import Plan
 from ganglion.schedules import RankSchedule, make_schedule
 from ganglion.topology import Coordinates
-from ganglion.trace import Recorder
 from ganglion.train.cutting import Cut, cut_model, serial_names
 from ganglion.train.device import peak_bytes
 from ganglion.train.exchange import Exchange
 from ganglion.train.learning_rate import RateSetter
-from ganglion.train.optimizers import OptimizerFactory, build_optimizers
-from ganglion.train.parts import Held
+from ganglion.train.optimizers import build_optimizers
+from ganglion.train.parts import Held, RunRequest
 from ganglion.train.pipelined import PipelineExecutor
-from ganglion.train.random_stream import RandomStream
 from ganglion.train.stage_worker import StagePart, StageWorker, Tie
 
 NEVER_FLUSHING = ("two_bw", "stash")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOrder:
-    """What `parallelize` was asked for."""
-
-    blocks: Mapping[str, nn.Module]
-    loss_fn: LossFn
-    optimizer_factory: OptimizerFactory
-    plan: Plan
-    world: World
-    device: torch.device
-    recorder: Recorder
-    stream: RandomStream
-    autocast: Callable[[], AbstractContextManager[object]]
-    bucket_bytes: int
-    max_grad_norm: float
-    timeout_s: float
-
-
-def assemble(order: PipelineOrder, rate: RateSetter) -> Held:
+def assemble(request: RunRequest, rate: RateSetter) -> Held:
     """Build the pipeline rank of this process; all ranks do so at the same time."""
-    plan, world = order.plan, order.world
+    plan, world = request.plan, request.world
     schedule = make_schedule(plan.schedule, world.coordinates.pipe, plan.pipe)
-    if plan.schedule == "stash" and order.max_grad_norm > 0:
+    if plan.schedule == "stash" and request.max_grad_norm > 0:
         raise ConfigError(
-            f"optimizer.max_grad_norm = {order.max_grad_norm} needs the gradients of all stages at "
-            f'one moment, which parallel.schedule = "stash" never has: set it to 0'
+            f"optimizer.max_grad_norm = {request.max_grad_norm} needs the gradients of all stages "
+            f'at one moment, which parallel.schedule = "stash" never has: set it to 0'
         )
-    cut = cut_model(order.blocks, plan, schedule.stage_map, _costs(order))
-    transport = world.open_transport("pipe", trace=order.recorder) if plan.pipe > 1 else None
+    cut = cut_model(request.blocks, plan, schedule.stage_map, _costs(request))
+    transport = world.open_transport("pipe", trace=request.recorder) if plan.pipe > 1 else None
     rank_at = _rank_at(world, schedule)
     stages = schedule.stage_map.stages_of(world.coordinates.pipe)
     group = plain_group(world.group("data"))
     parts: dict[int, StagePart] = {}
     for number in stages:
-        parts[number] = _part(number, order, schedule, cut, rank_at, group, parts.values())
+        parts[number] = _part(number, request, schedule, cut, rank_at, group, parts.values())
     optimizers = [optimizer for part in parts.values() for optimizer in part.optimizers]
-    executor = _executor(order, schedule, parts, transport, rank_at, rate)
+    executor = _executor(request, schedule, parts, transport, rank_at, rate)
     return Held(
         executor=executor,
         parameters={name: p for part in parts.values() for name, p in part.parameters.items()},
@@ -82,7 +58,7 @@ def assemble(order: PipelineOrder, rate: RateSetter) -> Held:
     )
 
 
-def _costs(order: PipelineOrder) -> list[float]:
+def _costs(request: RunRequest) -> list[float]:
     """Return what each block costs, roughly: its parameters, and something for being a block.
 
     An embedding is a lookup and costs next to nothing.
@@ -95,7 +71,7 @@ def _costs(order: PipelineOrder) -> list[float]:
             if not isinstance(module, nn.Embedding)
             for p in module.parameters(recurse=False)
         )
-        for block in order.blocks.values()
+        for block in request.blocks.values()
     ]
 
 
@@ -111,7 +87,7 @@ def _rank_at(world: World, schedule: RankSchedule) -> Callable[[int], int]:
 
 def _part(
     number: int,
-    order: PipelineOrder,
+    request: RunRequest,
     schedule: RankSchedule,
     cut: Cut,
     rank_at: Callable[[int], int],
@@ -119,29 +95,29 @@ def _part(
     earlier: Iterable[StagePart],
 ) -> StagePart:
     """Build a stage; a parameter that an earlier stage of this rank has belongs to that one."""
-    blocks = [order.blocks[name] for name in cut.stages[number]]
+    blocks = [request.blocks[name] for name in cut.stages[number]]
     taken = {name for part in earlier for name in part.parameters}
-    named = serial_names(order.blocks, cut.stages[number])
+    named = serial_names(request.blocks, cut.stages[number])
     parameters = {name: p for name, p in named.items() if name not in taken}
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-    num_kept = _versions_kept(order.plan, schedule)
+    num_kept = _versions_kept(request.plan, schedule)
     versions = WeightVersions(trainable, num_kept) if num_kept > 1 and trainable else None
     num_sets = max(1, num_kept)
     buckets = GradientBuckets(
         trainable,
         group,
-        order.recorder,
-        bucket_bytes=order.bucket_bytes,
+        request.recorder,
+        bucket_bytes=request.bucket_bytes,
         num_sets=num_sets,
     )
     optimized = trainable if versions is None else versions.optimized
     return StagePart(
         stage=Stage(
-            number, blocks, cut.first_block(number), _settings(number, order, schedule, blocks)
+            number, blocks, cut.first_block(number), _settings(number, request, schedule, blocks)
         ),
         parameters=parameters,
         buckets=buckets,
-        optimizers=build_optimizers(order.optimizer_factory, optimized) if optimized else [],
+        optimizers=build_optimizers(request.optimizer_factory, optimized) if optimized else [],
         versions=versions,
         ties=_ties(number, cut, parameters, rank_at),
         num_sets=num_sets,
@@ -158,21 +134,21 @@ def _versions_kept(plan: Plan, schedule: RankSchedule) -> int:
 
 
 def _settings(
-    number: int, order: PipelineOrder, schedule: RankSchedule, blocks: Sequence[nn.Module]
+    number: int, request: RunRequest, schedule: RankSchedule, blocks: Sequence[nn.Module]
 ) -> StageSettings:
     last = schedule.stage_map.num_stages - 1
-    plan, stream = order.plan, order.stream
+    plan, stream = request.plan, request.stream
 
     def seed_block(microbatch: int, block: int) -> None:
         step, place = divmod(microbatch, plan.num_microbatches)
         stream.seed_block(step, place, block)
 
     return StageSettings(
-        loss_fn=order.loss_fn if number == last else None,
+        loss_fn=request.loss_fn if number == last else None,
         loss_scale=1.0 / (plan.num_microbatches * plan.num_shares),
         num_stages=last + 1,
         seed_block=seed_block,
-        autocast=order.autocast,
+        autocast=request.autocast,
         recompute=plan.recompute == "full",
         deferral=defer_weight_gradients(blocks) if schedule.splits_backward else None,
     )
@@ -198,7 +174,7 @@ def _ties(
 
 
 def _executor(
-    order: PipelineOrder,
+    request: RunRequest,
     schedule: RankSchedule,
     parts: Mapping[int, StagePart],
     transport: Transport | None,
@@ -212,26 +188,26 @@ def _executor(
         return rates[step]
 
     def own_numbers() -> tuple[float, float]:
-        return float(executor.stop_requested), float(peak_bytes(order.device))
+        return float(executor.stop_requested), float(peak_bytes(request.device))
 
     stage_map = schedule.stage_map
     loss_pipe = stage_map.rank_of(stage_map.num_stages - 1)
-    exchange = Exchange(order.world, own_numbers, loss_pipe=loss_pipe)
-    worker = StageWorker(parts, exchange, transport, set_rate, order.max_grad_norm)
-    engine = Engine(schedule, transport, rank_at, worker, order.recorder, order.timeout_s)
+    exchange = Exchange(request.world, own_numbers, loss_pipe=loss_pipe)
+    worker = StageWorker(parts, exchange, transport, set_rate, request.max_grad_norm)
+    engine = Engine(schedule, transport, rank_at, worker, request.recorder, request.timeout_s)
     executor = PipelineExecutor(
-        order.plan,
-        order.world,
+        request.plan,
+        request.world,
         engine,
         worker,
         parts,
         exchange,
         transport,
-        order.recorder,
+        request.recorder,
         rank_at=rank_at,
         current_lr=lambda step: rates.pop(step),
-        device=order.device,
-        lag=1 if order.plan.schedule in NEVER_FLUSHING else 0,
-        timeout_s=order.timeout_s,
+        device=request.device,
+        lag=1 if request.plan.schedule in NEVER_FLUSHING else 0,
+        timeout_s=request.timeout_s,
     )
     return executor

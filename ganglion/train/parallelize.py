@@ -16,12 +16,12 @@ from ganglion.models import Blocks, LossFn, named_blocks, named_buffers, named_p
 from ganglion.plan import Plan
 from ganglion.topology import read_launch
 from ganglion.trace import Recorder
-from ganglion.train.assemble import NEVER_FLUSHING, PipelineOrder, assemble
+from ganglion.train.assemble import NEVER_FLUSHING, assemble
 from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
-from ganglion.train.parts import Held, RunParts
+from ganglion.train.parts import Held, RunParts, RunRequest
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
@@ -60,7 +60,7 @@ def parallelize(
     recorder = Recorder(world.rank, enabled=False) if recorder is None else recorder
     world.record_in(recorder)
     keep_freed_memory()
-    order = PipelineOrder(
+    request = RunRequest(
         blocks={name: block.to(device) for name, block in named_blocks(blocks).items()},
         loss_fn=loss_fn,
         optimizer_factory=optimizer_factory,
@@ -74,64 +74,71 @@ def parallelize(
         max_grad_norm=max_grad_norm,
         timeout_s=timeout_s,
     )
-    _same_start(order)
-    rate = RateSetter(lr_factor)
+    return _build(request, lr_factor, overlap, seed)
+
+
+def _build(request: RunRequest, lr_factor: LrFactor, overlap: bool, seed: int) -> Run:
+    """Join the parts that the plan calls for."""
+    _same_start(request)
+    plan, rate = request.plan, RateSetter(lr_factor)
     # One stage that flushes is plain training; one that does not has a delay of its own.
     whole = plan.pipe == 1 and plan.schedule not in NEVER_FLUSHING
-    held = _replica(order, rate, overlap) if whole else assemble(order, rate)
+    held = _replica(request, rate, overlap) if whole else assemble(request, rate)
     rate.take(held.optimizers)
     return Run(
         RunParts(
             plan=plan,
-            world=world,
-            device=device,
+            world=request.world,
+            device=request.device,
             parameters=held.parameters,
-            buffers=named_buffers({name: order.blocks[name] for name in held.block_names}),
+            buffers=named_buffers({name: request.blocks[name] for name in held.block_names}),
             executor=held.executor,
             optimizers=held.optimizers,
-            recorder=recorder,
+            recorder=request.recorder,
             seed=seed,
         )
     )
 
 
-def _replica(order: PipelineOrder, rate: RateSetter, overlap: bool) -> Held:
+def _replica(request: RunRequest, rate: RateSetter, overlap: bool) -> Held:
     """Return the executor of a whole model on this rank."""
-    parameters = named_parameters(order.blocks)
+    parameters = named_parameters(request.blocks)
     reducer = GradientReducer(
         parameters,
-        plain_group(order.world.group("data")),
-        order.recorder,
-        bucket_bytes=order.bucket_bytes,
+        plain_group(request.world.group("data")),
+        request.recorder,
+        bucket_bytes=request.bucket_bytes,
         overlap=overlap,
     )
-    optimizers = build_optimizers(order.optimizer_factory, _trainable(parameters))
-    plan, device, recorder = order.plan, order.device, order.recorder
-    replica = Replica(order.blocks, order.loss_fn, plan, device, reducer, recorder, order.stream)
+    optimizers = build_optimizers(request.optimizer_factory, _trainable(parameters))
+    plan, device, recorder = request.plan, request.device, request.recorder
+    replica = Replica(
+        request.blocks, request.loss_fn, plan, device, reducer, recorder, request.stream
+    )
     executor = ReplicaExecutor(
-        order.world,
+        request.world,
         replica,
         reducer,
         optimizers,
         recorder,
         set_lr=rate.set,
-        max_grad_norm=order.max_grad_norm,
+        max_grad_norm=request.max_grad_norm,
         device=device,
     )
     return Held(
         executor=executor,
         parameters=parameters,
         optimizers=optimizers,
-        block_names=tuple(order.blocks),
+        block_names=tuple(request.blocks),
     )
 
 
-def _same_start(order: PipelineOrder) -> None:
+def _same_start(request: RunRequest) -> None:
     """Give every replica the weights of the first one, however each was initialised."""
-    tensors = {**named_parameters(order.blocks), **named_buffers(order.blocks)}
+    tensors = {**named_parameters(request.blocks), **named_buffers(request.blocks)}
     for tensor in tensors.values():
         for axis in ("data", "pipe"):
-            order.world.group(axis).broadcast(tensor.detach()).wait()
+            request.world.group(axis).broadcast(tensor.detach()).wait()
 
 
 def _trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

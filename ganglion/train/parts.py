@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ganglion.comm import World
+from ganglion.models import LossFn
 from ganglion.plan import Plan
 from ganglion.trace import Recorder
 from ganglion.train.executor import Executor
+from ganglion.train.optimizers import OptimizerFactory
+from ganglion.train.random_stream import RandomStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,24 @@ class RunParts:
         """Return weights and buffers under their serial names, without their history."""
         named = {**self.parameters, **self.buffers}
         return {name: tensor.detach() for name, tensor in named.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What `parallelize` was asked for."""
+
+    blocks: Mapping[str, nn.Module]
+    loss_fn: LossFn
+    optimizer_factory: OptimizerFactory
+    plan: Plan
+    world: World
+    device: torch.device
+    recorder: Recorder
+    stream: RandomStream
+    autocast: Callable[[], AbstractContextManager[object]]
+    bucket_bytes: int
+    max_grad_norm: float
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
