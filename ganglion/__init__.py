@@ -12,8 +12,9 @@ Importing this package does not import torch: names are loaded when first used.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from ganglion.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ganglion.errors import GanglionError
@@ -25,18 +26,14 @@ __version__ = "0.1.0"
 __all__ = ["GanglionError", "Plan", "Run", "StepResult", "__version__", "parallelize"]
 
 _HOME = {
-    "GanglionError": "ganglion.errors",
-    "Plan": "ganglion.plan",
-    "Run": "ganglion.train",
-    "StepResult": "ganglion.train",
-    "parallelize": "ganglion.train",
+    "GanglionError": "errors",
+    "Plan": "plan",
+    "Run": "train",
+    "StepResult": "train",
+    "parallelize": "train",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ganglion' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__ = lazy_names(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-OPEN_TO_ALL = {"errors", "units"}
+OPEN_TO_ALL = {"errors", "lazy", "units"}
 DECIDERS = {
     "errors",
+    "lazy",
     "units",
     "plan",
     "topology",
@@ -30,6 +31,7 @@ _DOERS = {
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "lazy": set(),
     "units": set(),
     "topology": set(),
     "trace": set(),

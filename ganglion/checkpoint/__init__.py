@@ -6,7 +6,6 @@ who only looks for the newest checkpoint should not wait for it.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from ganglion.checkpoint.layout import (
@@ -18,6 +17,7 @@ from ganglion.checkpoint.layout import (
     step_of,
 )
 from ganglion.checkpoint.state import JSON, SavedState
+from ganglion.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ganglion.checkpoint.optimizer import (
@@ -72,8 +72,4 @@ _HOME = {
     "save": "writing",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOME)

@@ -213,7 +213,7 @@ def simulate(
         slow=slow or (),
         seed=seed,
     )
-    simulate_command(request, trace=trace, as_json=as_json)
+    simulate_command(request, trace_file=trace, as_json=as_json)
 
 
 @app.command()

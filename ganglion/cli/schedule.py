@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ganglion import trace
 from ganglion.costs import StageTimes
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.schedules import ScheduleOptions, canonical_schedule, make_schedule, stage_map_of
 from ganglion.simulator import Simulation, Surroundings, simulate, with_default_limit
-from ganglion.trace import render_grid, write_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def schedule_command(request: ScheduleRequest, *, svg: Path | None, as_json: boo
     console = Console()
     for name, run in results.items():
         console.print(f"{name}", style="bold")
-        for line in render_grid(run.events(), console.width - 6):
+        for line in trace.render_grid(run.events(), console.width - 6):
             console.print(_coloured(line), no_wrap=True, overflow="crop")
     console.print(_table(figures))
 
@@ -115,7 +115,7 @@ def _figures(
 def _draw(path: Path, name: str, run: Simulation) -> None:
     if path.suffix != ".svg":
         raise ConfigError(f"--svg {path} does not end in .svg; write --svg {path.stem}.svg")
-    write_trace(run.events(), path, title=name)
+    trace.write_trace(run.events(), path, title=name)
 
 
 def _coloured(line: str) -> Text:

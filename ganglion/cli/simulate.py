@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ganglion import trace
 from ganglion.config import RunFile, load_run_file, model_shape, read_toml, resolve
 from ganglion.config.shapes import ConvShape, GPTShape
 from ganglion.costs import (
@@ -27,7 +28,6 @@ from ganglion.costs import (
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.plan import Plan
 from ganglion.simulator import Disturbance, PlanSimulation, simulate_plan
-from ganglion.trace import summarise, write_trace
 from ganglion.trace.event import Event
 from ganglion.units import format_bytes, format_time
 
@@ -70,7 +70,7 @@ class SimulateFigures:
     reduce_s: list[float]
 
 
-def simulate_command(request: SimulateRequest, *, trace: Path | None, as_json: bool) -> None:
+def simulate_command(request: SimulateRequest, *, trace_file: Path | None, as_json: bool) -> None:
     """Simulate, print figures as a table or JSON, and write the trace if asked."""
     cluster = find_cluster(request.cluster)
     plan, times = _plan_and_times(request, cluster)
@@ -84,12 +84,12 @@ def simulate_command(request: SimulateRequest, *, trace: Path | None, as_json: b
     )
     events = result.simulation.events(result.global_rank)
     figures = _figures(result, times, events)
-    if trace is not None:
-        write_trace(events, trace, title=f"{request.file.stem} on {cluster.name}")
+    if trace_file is not None:
+        trace.write_trace(events, trace_file, title=f"{request.file.stem} on {cluster.name}")
     if as_json:
         print(json.dumps(asdict(figures), indent=2))
         return
-    _print(figures, plan, cluster, trace)
+    _print(figures, plan, cluster, trace_file)
 
 
 def _plan_and_times(request: SimulateRequest, cluster: Cluster) -> tuple[Plan, list[StageTimes]]:
@@ -215,7 +215,7 @@ def _figures(
     result: PlanSimulation, times: Sequence[StageTimes], events: Sequence[Event]
 ) -> SimulateFigures:
     run, plan = result.simulation, result.plan
-    by_rank = {one.rank: one for one in summarise(events).ranks}
+    by_rank = {one.rank: one for one in trace.summarise(events).ranks}
     ranks = [by_rank[result.global_rank(place)] for place in range(plan.pipe)]
     return SimulateFigures(
         schedule=plan.schedule,
@@ -247,7 +247,7 @@ def _step_s(result: PlanSimulation) -> float:
     return (ends[max(ends)] - ends[0]) / (len(ends) - 1)
 
 
-def _print(figures: SimulateFigures, plan: Plan, cluster: Cluster, trace: Path | None) -> None:
+def _print(figures: SimulateFigures, plan: Plan, cluster: Cluster, trace_file: Path | None) -> None:
     console = Console()
     limit = "" if figures.limit is None else f" (limit {figures.limit})"
     ranks, count = figures.num_ranks, plan.num_microbatches
@@ -280,8 +280,8 @@ def _print(figures: SimulateFigures, plan: Plan, cluster: Cluster, trace: Path |
             str(figures.peak_live[rank]),
         )
     console.print(table)
-    if trace is not None:
-        console.print(f"trace written to {trace}", highlight=False)
+    if trace_file is not None:
+        console.print(f"trace written to {trace_file}", highlight=False)
 
 
 def _s(count: int) -> str:

@@ -5,7 +5,6 @@ What needs torch is loaded on first use, so the sampler and the token cache work
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from ganglion.data.corpus import find_files, read_documents
@@ -19,6 +18,7 @@ from ganglion.data.tokenizers import (
     save_tokenizer,
 )
 from ganglion.data.tokens import TokenFile, prepare_tokens
+from ganglion.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ganglion.data.batches import Batches
@@ -84,8 +84,4 @@ _NEEDS_TORCH = {
     "open_text": "source",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
+__getattr__ = lazy_names(__name__, _NEEDS_TORCH)

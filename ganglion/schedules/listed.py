@@ -44,9 +44,10 @@ class ListedSchedule(RankSchedule):
             self._order.popleft()
 
     def _choose(self) -> Action | None:
-        if self._order and self._is_ready(self._order[0]):
-            return self._order[0]
-        return None
+        if not self._order:
+            return None
+        head = self._order[0]
+        return head if self._is_ready(head) else None
 
     def _version_of_batch(self, batch: int) -> int:
         return batch

@@ -177,13 +177,16 @@ class RankSchedule(ABC):
 
     def next(self) -> Action | None:
         """Return an action to start now on its idle lane, or None until something happens."""
-        chosen = None if COMPUTE in self._busy else self._choose()
-        if chosen is None and self._to_reduce and COMM not in self._busy:
-            chosen = self._to_reduce[0]
-        if chosen is None and self._to_update and HOST not in self._busy:
-            chosen = self._to_update[0]
-        if chosen is not None:
-            self.begin(chosen)
+        busy = self._busy
+        chosen = None if COMPUTE in busy else self._choose()
+        if chosen is None:
+            if self._to_reduce and COMM not in busy:
+                chosen = self._to_reduce[0]
+            elif self._to_update and HOST not in busy:
+                chosen = self._to_update[0]
+            else:
+                return None
+        self.begin(chosen)
         return chosen
 
     def on_arrival(self, message: Message) -> None:

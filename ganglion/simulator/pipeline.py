@@ -128,12 +128,14 @@ class _Driver:
         self, schedules: list[Schedule], times: Sequence[StageTimes], around: Surroundings
     ) -> None:
         self._schedules = schedules
-        self._map = schedules[0].stage_map
-        self._num_replicas = len(schedules) // self._map.num_ranks
+        stage_map = schedules[0].stage_map
+        self._num_ranks, self._num_stages = stage_map.num_ranks, stage_map.num_stages
+        self._num_replicas = len(schedules) // self._num_ranks
         self._noise = random.Random(around.seed)
         self._jitter = [stage.jitter for stage in times]
         self._base_s = _base_times(times, schedules[0].splits_backward)
         self._disturbed = _by_place(around.disturbances, len(schedules))
+        self._is_steady = not any(self._jitter) and not around.disturbances
         self._computing = [False] * len(schedules)
         self._inbox: list[list[_Arrival]] = [[] for _ in schedules]
         self._heap: list[tuple[float, int, int, StepRow | Message | LinkEnd]] = []
@@ -141,24 +143,26 @@ class _Driver:
         self._rows: list[StepRow] = []
         self._messages: list[MessageRow] = []
         self._wires = Wires(times, around.network, self._num_replicas, self._push, self._messages)
-        self._rank_of = [self._map.rank_of(stage) for stage in range(self._map.num_stages)]
+        self._rank_of = [stage_map.rank_of(stage) for stage in range(self._num_stages)]
 
     def run(self) -> tuple[list[StepRow], list[MessageRow]]:
-        heap = self._heap
-        for place in range(len(self._schedules)):
-            self._start_all(place, 0.0)
+        heap, pop, start_all = self._heap, heapq.heappop, self._start_all
+        computing, inbox, schedules = self._computing, self._inbox, self._schedules
+        for place in range(len(schedules)):
+            start_all(place, 0.0)
         while heap:
-            now_s, _, place, event = heapq.heappop(heap)
+            now_s, _, place, event = pop(heap)
             if type(event) is Message:
-                self._inbox[place].append((now_s, event.kind != FORWARD, event))
-                if self._computing[place]:
+                if computing[place]:
+                    inbox[place].append((now_s, event.kind != FORWARD, event))
                     continue
+                schedules[place].on_arrival(event)
             elif type(event) is LinkEnd:
                 self._wires.on_link_end(now_s, event)
                 continue
             else:
                 self._finish(place, event)  # type: ignore[arg-type]
-            self._start_all(place, now_s)
+            start_all(place, now_s)
         self._check_done()
         return self._rows, self._messages
 
@@ -175,10 +179,14 @@ class _Driver:
             if action.kind == REDUCE:
                 self._wires.reduce(now_s, place, action)
                 continue
-            computes = action.lane == COMPUTE
-            self._computing[place] |= computes
-            version = schedule.version_of(action.index) if computes else action.index
-            end_s = self._end_s(place, action, now_s)
+            version = action.index
+            if action.lane == COMPUTE:
+                self._computing[place] = True
+                version = schedule.version_of(version)
+            if self._is_steady:
+                end_s = now_s + self._base_s[action.stage][action.kind]
+            else:
+                end_s = self._end_s(place, action, now_s)
             self._push(end_s, place, (action, now_s, end_s, version, place))
 
     def _read_inbox(self, place: int, schedule: Schedule) -> None:
@@ -193,20 +201,17 @@ class _Driver:
     def _finish(self, place: int, row: StepRow) -> None:
         self._rows.append(row)
         action, _, end_s, version, _ = row
-        if action.lane == COMPUTE:
-            self._computing[place] = False
         self._schedules[place].on_finish(action)
-        kind = action.kind
-        if kind == FORWARD:
-            stage = action.stage + 1
-        elif kind == BACKWARD:
-            stage = action.stage - 1
-        else:
+        if action.lane != COMPUTE:
             return
-        if 0 <= stage < len(self._base_s):
-            target = place - place % self._map.num_ranks + self._rank_of[stage]
-            message = Message(kind, stage, action.index, version)
-            self._wires.send(end_s, message, action.stage, place, target)
+        self._computing[place] = False
+        kind = action.kind
+        if kind != WEIGHT:
+            stage = action.stage + (1 if kind == FORWARD else -1)
+            if 0 <= stage < self._num_stages:
+                target = place - place % self._num_ranks + self._rank_of[stage]
+                message = Message(kind, stage, action.index, version)
+                self._wires.send(end_s, message, action.stage, place, target)
 
     def _push(self, time_s: float, place: int, event: StepRow | Message | LinkEnd) -> None:
         # The running number decides between events of one moment, so that runs are repeatable.

@@ -1,27 +1,34 @@
-"""What happened, and when: trace events, step metrics, their files, pictures and figures."""
+"""What happened, and when: trace events, step metrics, their files, pictures and figures.
 
-from ganglion.trace.critical_path import CriticalPath, critical_path
-from ganglion.trace.diff import TraceDiff, diff_traces
+What explains a trace is loaded on first use: who only records one should not wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ganglion.lazy import lazy_names
 from ganglion.trace.event import COMM, COMPUTE, HOST, LANES, Event
-from ganglion.trace.files import read_trace, write_trace
 from ganglion.trace.grid import render_grid
 from ganglion.trace.metrics import MetricsFile, StepMetrics, read_metrics
 from ganglion.trace.recorder import Recorder, event_to_json, read_events
-from ganglion.trace.statistics import TraceStatistics, summarise
+
+if TYPE_CHECKING:
+    from ganglion.trace.diff import TraceDiff, diff_traces
+    from ganglion.trace.files import read_trace, write_trace
+    from ganglion.trace.statistics import TraceStatistics, summarise
 
 __all__ = [
     "COMM",
     "COMPUTE",
     "HOST",
     "LANES",
-    "CriticalPath",
     "Event",
     "MetricsFile",
     "Recorder",
     "StepMetrics",
     "TraceDiff",
     "TraceStatistics",
-    "critical_path",
     "diff_traces",
     "event_to_json",
     "read_events",
@@ -31,3 +38,14 @@ __all__ = [
     "summarise",
     "write_trace",
 ]
+
+_HOME = {
+    "TraceDiff": "diff",
+    "TraceStatistics": "statistics",
+    "diff_traces": "diff",
+    "read_trace": "files",
+    "summarise": "statistics",
+    "write_trace": "files",
+}
+
+__getattr__ = lazy_names(__name__, _HOME)

@@ -7,12 +7,12 @@ dark page too; the colours are those of Okabe and Ito, told apart by colour-blin
 
 from __future__ import annotations
 
+import html
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from xml.sax.saxutils import escape
 
 from ganglion.trace.chrome import rank_name, sub_lanes
 from ganglion.trace.event import COMM, COMPUTE, HOST, NONE, Event
@@ -319,4 +319,6 @@ def _px(value: float) -> str:
 
 def _safe(text: str) -> str:
     """Escape for XML, which has no words at all for control characters."""
-    return escape("".join(letter if letter.isprintable() else " " for letter in text))
+    return html.escape(
+        "".join(letter if letter.isprintable() else " " for letter in text), quote=False
+    )
