@@ -149,12 +149,17 @@ def rate_rows(
 
 
 def _row(contestant: Contestant, rates: Mapping[str, Sequence[float]], unit: str) -> Row:
-    mine = rates[contestant.name]
-    value = statistics.median(mine)
-    low, _, high = statistics.quantiles(mine, n=4) if len(mine) > 1 else (value,) * 3
+    value, low, high = spread(rates[contestant.name])
     peer = contestant.ratio_to
     ratio = None if peer is None else value / statistics.median(rates[peer])
     return Row(contestant.name, value, unit, low, high, peer, ratio)
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median and the quartiles."""
+    middle = statistics.median(values)
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (middle,) * 3
+    return middle, low, high
 
 
 def arguments(description: str) -> argparse.Namespace:
