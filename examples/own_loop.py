@@ -2,6 +2,7 @@
 
 python examples/own_loop.py
 torchrun --nproc-per-node 2 examples/own_loop.py data=2
+torchrun --nproc-per-node 2 examples/own_loop.py pipe=2 schedule=2bw
 """
 
 import sys
@@ -30,6 +31,7 @@ def main() -> None:
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Linear(2, 64), nn.SiLU()),
+        nn.Sequential(nn.Linear(64, 64), nn.SiLU()),
         nn.Sequential(nn.Linear(64, 64), nn.SiLU()),
         nn.Linear(64, 2),
     ]

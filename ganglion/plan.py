@@ -18,11 +18,17 @@ from ganglion.topology import DEFAULT_RANK_ORDER, Mesh
 
 PLAN_FORMAT = 1
 PRECISIONS: tuple[str, ...] = ("fp32", "bf16")
+# "full": only the input of each block is kept, and its inside is computed again in backward.
+RECOMPUTES: tuple[str, ...] = ("none", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every parallel decision of a run."""
+    """Every parallel decision of a run.
+
+    `schedule` is a name, an alias or "package.module:name" of your own. `limit`, `extra`, `chunks`
+    and `priority` are its options; 0 and "" leave them to the schedule.
+    """
 
     data: int = 1
     pipe: int = 1
@@ -31,6 +37,10 @@ class Plan:
     z: int = 1
     rank_order: tuple[str, ...] = DEFAULT_RANK_ORDER
     schedule: str = "one_f_one_b"
+    limit: int = 0
+    extra: int = 0
+    chunks: int = 0
+    priority: str = ""
     microbatch_size: int = 1
     num_microbatches: int = 1
     stage_boundaries: tuple[int, ...] = ()
@@ -45,18 +55,25 @@ class Plan:
         for key in ("microbatch_size", "num_microbatches"):
             if getattr(self, key) < 1:
                 raise LayoutError(f"{key} is {getattr(self, key)}; it must be at least 1")
-        if self.servers < 0:
-            raise LayoutError(f"servers is {self.servers}; it must be 0 or more")
+        for key in ("limit", "extra", "chunks", "servers"):
+            if getattr(self, key) < 0:
+                raise LayoutError(f"{key} is {getattr(self, key)}; it must be 0 or more")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision {self.precision!r} is not one of {list(PRECISIONS)}")
+        if self.recompute not in RECOMPUTES:
+            raise ConfigError(
+                f"memory.recompute = {self.recompute!r} is not one of {list(RECOMPUTES)}: choose "
+                f"one of them (of a plan: recompute)"
+            )
         self._check_boundaries()
 
     def _check_boundaries(self) -> None:
         cuts = self.stage_boundaries
-        if cuts and len(cuts) != self.pipe - 1:
+        # How many chunks a rank holds is the schedule's affair: it checks the number itself.
+        if cuts and (len(cuts) + 1) % self.pipe:
             raise LayoutError(
                 f"stage_boundaries has {len(cuts)} cuts, but pipe={self.pipe} stages need "
-                f"{self.pipe - 1}"
+                f"{self.pipe - 1} (pipe * chunks - 1 with several chunks a rank)"
             )
         if any(cut < 1 for cut in cuts) or list(cuts) != sorted(set(cuts)):
             raise LayoutError(
@@ -150,7 +167,6 @@ _UNBUILT: dict[str, tuple[object, str]] = {
     "x": (1, "parallel.x"),
     "y": (1, "parallel.y"),
     "z": (1, "parallel.z"),
-    "recompute": ("none", "memory.recompute"),
     "offload": ("none", "memory.offload"),
     "averaging": ("none", "averaging.method"),
     "servers": (0, "averaging.servers"),

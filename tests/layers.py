@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-OPEN_TO_ALL = {"errors", "lazy", "units"}
+OPEN_TO_ALL = {"errors", "lazy", "reference", "units"}
 DECIDERS = {
     "errors",
     "lazy",
+    "reference",
     "units",
     "plan",
     "topology",
@@ -32,6 +33,7 @@ _DOERS = {
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "lazy": set(),
+    "reference": set(),
     "units": set(),
     "topology": set(),
     "trace": set(),

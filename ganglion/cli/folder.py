@@ -88,6 +88,10 @@ def _as_resolved(file: RunFile, plan: Plan, folder: Path) -> RunFile:
         "parallel": {
             **plan.mesh().sizes(),
             "schedule": plan.schedule,
+            "limit": plan.limit,
+            "extra": plan.extra,
+            "chunks": plan.chunks,
+            "priority": plan.priority,
             "stage_boundaries": list(plan.stage_boundaries),
             "rank_order": list(plan.rank_order),
         },

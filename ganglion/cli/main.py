@@ -122,8 +122,8 @@ def schedule(
     name: Annotated[
         str,
         typer.Argument(
-            help="gpipe, 1f1b, interleaved, zb (zero bubble H1), zbv, axonn (message_driven), 2bw "
-            "or stash."
+            help="gpipe, 1f1b, interleaved, zb (zero bubble H1), zbv, axonn (message_driven), 2bw, "
+            "stash, or package.module:name of your own."
         ),
     ],
     stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,

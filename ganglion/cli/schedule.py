@@ -13,7 +13,15 @@ from rich.text import Text
 from ganglion import trace
 from ganglion.costs import StageTimes
 from ganglion.errors import ConfigError, LayoutError
-from ganglion.schedules import ScheduleOptions, canonical_schedule, make_schedule, stage_map_of
+from ganglion.schedules import (
+    SCHEDULES,
+    RankSchedule,
+    ScheduleOptions,
+    canonical_schedule,
+    make_schedule,
+    rehearse,
+    stage_map_of,
+)
 from ganglion.simulator import Simulation, Surroundings, simulate, with_default_limit
 
 
@@ -87,12 +95,15 @@ def _options(name: str, first: str, request: ScheduleRequest) -> ScheduleOptions
 
 def _run(name: str, options: ScheduleOptions, request: ScheduleRequest) -> Simulation:
     stage_map = stage_map_of(name, request.num_stages, options)
-    return simulate(
-        lambda rank: make_schedule(name, rank, request.num_stages, options),
-        [request.times.divided(stage_map.num_chunks)] * stage_map.num_stages,
-        [request.num_microbatches] * request.num_batches,
-        Surroundings(seed=request.seed),
-    )
+    batches = [request.num_microbatches] * request.num_batches
+
+    def make(rank: int) -> RankSchedule:
+        return make_schedule(name, rank, request.num_stages, options)
+
+    if name not in SCHEDULES:  # of the user's own: it might wait for ever
+        rehearse(make, request.num_stages, batches, f"schedule = {name!r}")
+    times = [request.times.divided(stage_map.num_chunks)] * stage_map.num_stages
+    return simulate(make, times, batches, Surroundings(seed=request.seed))
 
 
 def _figures(

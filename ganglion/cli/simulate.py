@@ -27,6 +27,7 @@ from ganglion.costs import (
 )
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.plan import Plan
+from ganglion.schedules import check_planned, planned_stage_map
 from ganglion.simulator import Disturbance, PlanSimulation, simulate_plan
 from ganglion.trace.event import Event
 from ganglion.units import format_bytes, format_time
@@ -107,12 +108,15 @@ def _plan_and_times(request: SimulateRequest, cluster: Cluster) -> tuple[Plan, l
                 f"{file} is a plan, which does not say how large the model is: give the run file "
                 f"instead, or write the times as [stages] into {cluster.source}"
             )
+        check_planned(plan)
         return plan, stage_times_from_file(cluster, plan.pipe, plan)
     run = load_run_file(read_toml(file), (), str(file))
     plan = resolve(run, request.nproc or _num_ranks(run, cluster))
     if cluster.stages is not None:
         return plan, stage_times_from_file(cluster, plan.pipe, plan)
-    return plan, stage_times(_blocks(run, plan, file), plan, cluster)
+    stage_map = planned_stage_map(plan)
+    held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
+    return plan, stage_times(_blocks(run, plan, file), plan, cluster, held)
 
 
 def _text(file: Path) -> str:

@@ -27,6 +27,7 @@ from ganglion.config.recipes import QUICKSTART, recipe
 from ganglion.config.run_folder import RUN_FILE
 from ganglion.errors import ConfigError
 from ganglion.plan import Plan
+from ganglion.schedules import canonical_schedule
 from ganglion.topology import Launch, read_launch
 
 # What a plan file decides; the run file's own values for these are not used beside one.
@@ -66,6 +67,8 @@ def train_command(options: TrainOptions) -> int:
         from ganglion.cli.mpi import require_mpiexec
 
         require_mpiexec()  # before anything is written
+    if launch.rank == 0:
+        warn_of_late_gradients(file, plan)
     if launch.local_rank == 0:
         prepare_data(file)
     if launch.launcher == "alone":
@@ -95,6 +98,18 @@ def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
             code = run_processes(folder, plan.num_ranks, options.resume, level, received)
     print_summary(folder, code)
     return code
+
+
+def warn_of_late_gradients(file: RunFile, plan: Plan) -> None:
+    """Say it when an optimizer that suffers from late gradients meets a schedule that has them."""
+    optimizer, is_late = file.optimizer, canonical_schedule(plan.schedule) == "two_bw"
+    if is_late and optimizer.name == "adamw" and not optimizer.error_feedback:
+        typer.echo(
+            'warning: parallel.schedule = "two_bw" makes every gradient one update late, and '
+            'optimizer.name = "adamw" can end at a higher loss for it than under a schedule that '
+            "flushes: try optimizer.error_feedback = true",
+            err=True,
+        )
 
 
 def _wants_mpiexec(file: RunFile, plan: Plan, launch: Launch) -> bool:

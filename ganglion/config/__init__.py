@@ -2,7 +2,7 @@
 
 from ganglion.config.load import Override, known_keys, load_run_file, read_toml
 from ganglion.config.render import render_run_file
-from ganglion.config.resolve import check_plan, model_shape, resolve
+from ganglion.config.resolve import check_error_feedback, check_plan, model_shape, resolve
 from ganglion.config.schema import RunFile
 from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 
@@ -13,6 +13,7 @@ __all__ = [
     "ModelShape",
     "Override",
     "RunFile",
+    "check_error_feedback",
     "check_plan",
     "known_keys",
     "load_run_file",

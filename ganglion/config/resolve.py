@@ -10,9 +10,16 @@ import math
 
 from ganglion.config.schema import ModelSection, RunFile
 from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
-from ganglion.errors import LayoutError
+from ganglion.errors import ConfigError, LayoutError
 from ganglion.plan import Plan
-from ganglion.schedules import canonical_schedule, make_schedule, stage_map_of
+from ganglion.schedules import (
+    BUILT_IN,
+    Registry,
+    canonical_schedule,
+    check_planned,
+    planned_schedule,
+    planned_stage_map,
+)
 
 
 def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
@@ -27,6 +34,10 @@ def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
         z=run.parallel.z,
         rank_order=tuple(run.parallel.rank_order),
         schedule=canonical_schedule(run.parallel.schedule),
+        limit=run.parallel.limit,
+        extra=run.parallel.extra,
+        chunks=run.parallel.chunks,
+        priority=run.parallel.priority,
         microbatch_size=run.train.microbatch_size,
         num_microbatches=_num_microbatches(run, shares),
         stage_boundaries=tuple(run.parallel.stage_boundaries),
@@ -36,8 +47,9 @@ def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
         averaging=run.averaging.method,
         servers=run.averaging.servers,
     )
+    check_planned(plan)
     check_model(run.model, plan)
-    check_schedule(plan)
+    check_error_feedback(run.optimizer.error_feedback, plan)
     check_steps(run)
     return plan
 
@@ -56,7 +68,9 @@ def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
             f"train.global_batch_size = {run.train.global_batch_size}: set it to "
             f"{plan.global_batch_size}"
         )
+    check_planned(plan)
     check_model(run.model, plan)
+    check_error_feedback(run.optimizer.error_feedback, plan)
     check_steps(run)
 
 
@@ -131,15 +145,25 @@ def num_blocks(model: ModelSection) -> int | None:
     return ConvShape(image_size=28, num_channels=1, num_outputs=10).num_blocks
 
 
-def check_schedule(plan: Plan) -> None:
-    """Refuse a batch that the schedule cannot run."""
-    make_schedule(plan.schedule, 0, plan.pipe).admit(plan.num_microbatches)
+def check_error_feedback(wanted: bool, plan: Plan, schedules: Registry = BUILT_IN) -> None:
+    """Refuse error feedback unless every stage's gradients are late by exactly one update."""
+    if not wanted:
+        return
+    late = [planned_schedule(plan, rank, schedules).staleness for rank in range(plan.pipe)]
+    if set(late) == {1}:
+        return
+    why = "has none that are late" if not any(late) else f"has stages that are late by {late}"
+    raise ConfigError(
+        f"optimizer.error_feedback = true corrects gradients that are late by one update, but "
+        f'parallel.schedule = "{plan.schedule}" {why}: set optimizer.error_feedback = false, or '
+        f'parallel.schedule = "two_bw"'
+    )
 
 
 def check_model(model: ModelSection, plan: Plan) -> None:
     """Refuse a model that does not fit the plan's axes."""
     blocks = num_blocks(model)
-    num_stages = stage_map_of(plan.schedule, plan.pipe).num_stages if plan.pipe > 1 else 1
+    num_stages = planned_stage_map(plan).num_stages if plan.pipe > 1 else 1
     if blocks is not None and num_stages > blocks:
         chunks = num_stages // plan.pipe
         raise LayoutError(

@@ -6,6 +6,7 @@ runs/quickstart-20260101-120000/
   trace/ logs/                what each rank did and said
   checkpoints/                what to continue from
   model.safetensors           the weights at the end, under serial names
+  prediction.json             of a pipeline: its steps beside the simulator's
 """
 
 from __future__ import annotations
@@ -19,3 +20,4 @@ TRACE = "trace"
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 MODEL_FILE = "model.safetensors"
+PREDICTION_FILE = "prediction.json"

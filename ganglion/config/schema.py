@@ -78,9 +78,23 @@ class ParallelSection(Section):
     x: int = Field(1, ge=1, description="tensor axis x: splits the outputs of a layer")
     y: int = Field(1, ge=1, description="tensor axis y: splits the inputs of a layer")
     z: int = Field(1, ge=1, description="tensor axis z: splits the batch and the stored weights")
-    schedule: str = Field("one_f_one_b", description="pipeline schedule (alias: 1f1b, 2bw, axonn)")
+    schedule: str = Field(
+        "one_f_one_b",
+        description='pipeline schedule (also 1f1b, 2bw, axonn), or your own "package.module:name"',
+    )
+    limit: int = Field(
+        0, ge=0, description="message_driven: most microbatches in flight; 0: 2 * pipe"
+    )
+    extra: int = Field(0, ge=0, description="two_bw: raise the in-flight cap of every stage by it")
+    chunks: int = Field(
+        0, ge=0, description="interleaved: stages a rank holds; 0: the schedule's own, 2"
+    )
+    priority: str = Field(
+        "", description='message_driven: "backward" first (""), "forward", or order of "arrival"'
+    )
     stage_boundaries: list[int] = Field(
-        default_factory=list, description="first block of each stage but the first; []: balanced"
+        default_factory=list,
+        description="first block of each stage but the first, pipe * chunks - 1 cuts; []: balanced",
     )
     rank_order: list[str] = Field(
         default=list(DEFAULT_RANK_ORDER), description="axes from innermost to outermost"
@@ -111,6 +125,9 @@ class OptimizerSection(Section):
     eps: float = Field(1e-8, gt=0, description="adamw: added to the denominator")
     momentum: float = Field(0.95, ge=0, lt=1, description="sgd and muon: momentum")
     max_grad_norm: float = Field(1.0, ge=0, description="clip the global norm; 0: do not")
+    error_feedback: bool = Field(
+        False, description="correct updates made from late gradients (schedule two_bw only)"
+    )
     schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up")
     warmup_steps: int = Field(10, ge=0, description="steps of linear warm-up")
     min_lr_fraction: float = Field(0.1, ge=0, le=1, description="cosine ends at this share of lr")
@@ -161,9 +178,12 @@ class AveragingSection(Section):
 
 
 class MemorySection(Section):
-    """Memory tiers (reserved)."""
+    """What is kept in memory."""
 
-    recompute: str = Field("none", description="reserved for recomputation of activations")
+    recompute: Literal["none", "full"] = Field(
+        "none",
+        description='"full": keep the inputs of blocks alone, compute the rest again in backward',
+    )
     offload: str = Field("none", description="reserved for optimizer state off the device")
 
 

@@ -43,14 +43,23 @@ def balanced_boundaries(costs: Sequence[float], num_stages: int) -> tuple[int, .
     return _most_even(sums, num_stages, _least_maximum(sums, num_stages))
 
 
-def stage_times(blocks: Sequence[BlockCost], plan: Plan, cluster: Cluster) -> list[StageTimes]:
-    """Return the times of every stage of a plan, from flop, bytes and the cluster's speeds."""
+def stage_times(
+    blocks: Sequence[BlockCost],
+    plan: Plan,
+    cluster: Cluster,
+    held: Sequence[Sequence[int]] | None = None,
+) -> list[StageTimes]:
+    """Return the times of every pipe coordinate of a plan, from flop, bytes and speeds.
+
+    `held` has the stages of each, for plans that cut the blocks into several a rank; its times are
+    those of all of them together.
+    """
     if cluster.compute is None:
         raise ConfigError(
             f"{cluster.source}: cluster.compute is missing, so times cannot be computed from the "
             f"model: write [compute] with the speed of a rank"
         )
-    times = [_compute_times(stage, plan, cluster.compute) for stage in _cut(blocks, plan)]
+    times = [_compute_times(stage, plan, cluster.compute) for stage in _cut(blocks, plan, held)]
     return _with_network(times, plan, cluster)
 
 
@@ -122,8 +131,10 @@ def _most_even(sums: Sequence[float], num_stages: int, most: float) -> tuple[int
     return best[len(sums) - 1][1][:-1]
 
 
-def _cut(blocks: Sequence[BlockCost], plan: Plan) -> list[list[BlockCost]]:
-    """Return the blocks of every stage, weights that a stage would hold twice counted once."""
+def _cut(
+    blocks: Sequence[BlockCost], plan: Plan, held: Sequence[Sequence[int]] | None
+) -> list[list[BlockCost]]:
+    """Return the blocks of every coordinate, weights that one would hold twice counted once."""
     cuts = plan.stage_boundaries
     if not cuts:
         cuts = balanced_boundaries([block.total_flops for block in blocks], plan.pipe)
@@ -134,6 +145,9 @@ def _cut(blocks: Sequence[BlockCost], plan: Plan) -> list[list[BlockCost]]:
         )
     edges = [0, *cuts, len(blocks)]
     stages = [list(blocks[a:b]) for a, b in pairwise(edges)]
+    if held is not None and len(stages) > plan.pipe:
+        # The first stage of a rank comes last: its output is what travels.
+        stages = [[block for s in reversed(mine) for block in stages[s]] for mine in held]
     stages[0] = [_without_tied(block) for block in stages[0]]
     return stages
 

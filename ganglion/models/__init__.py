@@ -9,12 +9,13 @@ from ganglion.models.blocks import (
     named_parameters,
     tied_names,
 )
-from ganglion.models.build import build_model, build_user_blocks, call_function, load_function
+from ganglion.models.build import build_model, build_user_blocks, call_function
 from ganglion.models.convnet import ConvNet
 from ganglion.models.generate import generate
 from ganglion.models.gpt import GPT
 from ganglion.models.losses import LossFn, cross_entropy, loss_function, mse
 from ganglion.models.mlp import MLP
+from ganglion.reference import load_function
 
 __all__ = [
     "GPT",

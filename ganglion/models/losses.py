@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ganglion.errors import ConfigError, LayoutError
-from ganglion.models.build import load_function
+from ganglion.reference import load_function
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 

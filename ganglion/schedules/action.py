@@ -62,7 +62,7 @@ class Action:
         return f"{self.stage}{self.kind}{self.index}"
 
 
-@lru_cache(maxsize=1 << 18)
+@lru_cache(maxsize=1 << 16)
 def action(kind: str, stage: int, index: int) -> Action:
     """Return the one object for an action: equal actions are the same object while it is warm."""
     return Action(kind, stage, index)

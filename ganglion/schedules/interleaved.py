@@ -21,13 +21,13 @@ from ganglion.schedules.stage_map import StageMap
 
 
 class Interleaved(ListedSchedule):
-    """1F1B over `num_chunks` stages a rank."""
+    """1F1B over `chunks` stages a rank."""
 
-    def __init__(self, rank: int, num_ranks: int, *, num_chunks: int = 2) -> None:
-        """Schedule `rank` of `num_ranks`."""
-        if num_chunks < 1:
-            raise LayoutError(f"interleaved: {num_chunks} chunks a rank hold no model; use 2")
-        super().__init__(rank, StageMap(num_ranks, num_chunks))
+    def __init__(self, rank: int, num_ranks: int, *, chunks: int = 2) -> None:
+        """Schedule `rank` of `num_ranks`, each with `chunks` stages."""
+        if chunks < 1:
+            raise LayoutError(f"interleaved: {chunks} chunks a rank hold no model; use 2")
+        super().__init__(rank, StageMap(num_ranks, chunks))
 
     def _list(self, num_microbatches: int) -> list[Entry]:
         size = self.stage_map.num_ranks

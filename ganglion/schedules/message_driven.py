@@ -124,6 +124,8 @@ class TwoBW(ReadyFirst):
     then all microbatches in flight belong to two neighbouring batches.
     """
 
+    flushes = False
+
     def __init__(self, stage: int, num_stages: int, *, extra: int = 0) -> None:
         """Schedule `stage` of `num_stages` with the cap raised by `extra`."""
         super().__init__(stage, num_stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 
 from ganglion.errors import ConfigError
 
@@ -18,13 +19,27 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def canonical_schedule(name: str, key: str = "parallel.schedule") -> str:
-    """Return the one name of a schedule; `key` names the user's setting in the error."""
+def is_reference(name: str) -> bool:
+    """Say whether a schedule is named as "package.module:name": the user's own code."""
+    return ":" in name
+
+
+def canonical_schedule(
+    name: str,
+    key: str = "parallel.schedule",
+    known: Mapping[str, Sequence[str]] = SCHEDULES,
+) -> str:
+    """Return the one name of a schedule; `key` names the user's setting in the error.
+
+    `known` has the aliases of every name. A reference to the user's own code is its own name.
+    """
+    if is_reference(name):
+        return name
     wanted = name.lower().replace("-", "_")
-    for schedule, aliases in SCHEDULES.items():
+    for schedule, aliases in known.items():
         if wanted == schedule or wanted in aliases:
             return schedule
-    known = [*SCHEDULES, *(alias for aliases in SCHEDULES.values() for alias in aliases)]
-    near = difflib.get_close_matches(wanted, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {list(SCHEDULES)}"
+    every = [*known, *(alias for aliases in known.values() for alias in aliases)]
+    near = difflib.get_close_matches(wanted, every, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {list(known)}"
     raise ConfigError(f"{key} = {name!r} is not a schedule; {hint}")

@@ -92,6 +92,10 @@ class RankSchedule(ABC):
     """Readiness, batches, versions and lanes of one rank; subclasses choose what to compute."""
 
     splits_backward = False
+    # Whether all of a batch has ended before the next begins; if not, several are under way.
+    flushes = True
+    # Whether a microbatch sees the weights of its batch, at whatever moment that batch enters.
+    versions_by_batch = True
 
     def __init__(self, rank: int, stage_map: StageMap) -> None:
         """Schedule the stages that `stage_map` gives to `rank`."""

@@ -21,6 +21,9 @@ from ganglion.schedules.schedule import StageSchedule
 class Stash(StageSchedule):
     """PipeDream with weight stashing, updating after every batch."""
 
+    flushes = False
+    versions_by_batch = False
+
     def __init__(self, stage: int, num_stages: int) -> None:
         """Schedule `stage` of `num_stages`."""
         super().__init__(stage, num_stages)

@@ -1,6 +1,6 @@
 """The simulator: drives schedules on a virtual clock, as the engine drives them on a real one."""
 
-from ganglion.simulator.defaults import with_default_limit
+from ganglion.simulator.defaults import with_default_limit, with_known_costs
 from ganglion.simulator.disturbance import Disturbance
 from ganglion.simulator.links import Network, Route, Transfer
 from ganglion.simulator.on_cluster import PlanSimulation, simulate_plan
@@ -18,4 +18,5 @@ __all__ = [
     "simulate",
     "simulate_plan",
     "with_default_limit",
+    "with_known_costs",
 ]

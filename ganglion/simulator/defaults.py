@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ganglion.costs import StageTimes, injection_limit
+from ganglion.plan import Plan
 from ganglion.schedules import ScheduleOptions, canonical_schedule
 
 
@@ -19,3 +20,10 @@ def with_default_limit(
     if canonical_schedule(name, "schedule") != "message_driven" or options.limit is not None:
         return options
     return dataclasses.replace(options, limit=injection_limit(times, num_microbatches))
+
+
+def with_known_costs(plan: Plan, times: Sequence[StageTimes]) -> Plan:
+    """Return the plan with what the costs of its stages decide, unless it was chosen: its limit."""
+    if canonical_schedule(plan.schedule) != "message_driven" or plan.limit:
+        return plan
+    return dataclasses.replace(plan, limit=injection_limit(times, plan.num_microbatches))

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 
 from ganglion.costs import Cluster, Ring, StageTimes, link_between, rings_along
 from ganglion.plan import Plan
-from ganglion.schedules import ScheduleOptions, make_schedule, stage_map_of
-from ganglion.simulator.defaults import with_default_limit
+from ganglion.schedules import (
+    BUILT_IN,
+    Registry,
+    ScheduleOptions,
+    planned_options,
+    planned_schedule,
+    planned_stage_map,
+)
+from ganglion.simulator.defaults import with_known_costs
 from ganglion.simulator.disturbance import Disturbance
 from ganglion.simulator.links import Route, Transfer
 from ganglion.simulator.pipeline import Surroundings, num_simulated, simulate
@@ -48,22 +55,27 @@ def simulate_plan(
     num_steps: int,
     disturbances: tuple[Disturbance, ...] = (),
     seed: int = 0,
+    schedules: Registry = BUILT_IN,
 ) -> PlanSimulation:
-    """Run some steps of a plan on a cluster; `times` has one entry for each pipe coordinate."""
-    options = with_default_limit(plan.schedule, ScheduleOptions(), times, plan.num_microbatches)
-    stage_map = stage_map_of(plan.schedule, plan.pipe, options)
+    """Run some steps of a plan on a cluster; `times` has one entry for each pipe coordinate.
+
+    A limit that the plan leaves open is what these times ask for.
+    """
+    plan = with_known_costs(plan, times)
+    stage_map = planned_stage_map(plan, schedules)
     chunk_times = [
         times[stage_map.rank_of(stage)].divided(stage_map.num_chunks)
         for stage in range(stage_map.num_stages)
     ]
     num_replicas = num_simulated(times, plan.data, disturbances)
-    network = ClusterNetwork(plan, cluster, chunk_times, num_replicas)
+    network = ClusterNetwork(plan, cluster, chunk_times, num_replicas, schedules)
     simulation = simulate(
-        lambda rank: make_schedule(plan.schedule, rank, plan.pipe, options),
+        lambda rank: planned_schedule(plan, rank, schedules),
         chunk_times,
         [plan.num_microbatches] * num_steps,
         Surroundings(num_replicas=plan.data, network=network, disturbances=disturbances, seed=seed),
     )
+    options = planned_options(plan, schedules)
     return PlanSimulation(simulation=simulation, plan=plan, options=options)
 
 
@@ -71,7 +83,12 @@ class ClusterNetwork:
     """The wires of a cluster as the simulated ranks of a plan use them."""
 
     def __init__(
-        self, plan: Plan, cluster: Cluster, times: Sequence[StageTimes], num_replicas: int
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        times: Sequence[StageTimes],
+        num_replicas: int,
+        schedules: Registry = BUILT_IN,
     ) -> None:
         """Serve `num_replicas` simulated replicas; `times` has one entry for each stage."""
         self._plan = plan
@@ -79,7 +96,7 @@ class ClusterNetwork:
         self._cluster = cluster
         self._times = times
         self._num_replicas = num_replicas
-        self._stage_map = stage_map_of(plan.schedule, plan.pipe)
+        self._stage_map = planned_stage_map(plan, schedules)
         self._rings = rings_along(self._mesh, ("data",), cluster)
         self._routes: dict[tuple[int, int], Route] = {}
         self._fixed = cluster.stages is not None and cluster.stages.reduce_s is not None

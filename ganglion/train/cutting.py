@@ -25,6 +25,11 @@ class Cut:
     stages: tuple[tuple[str, ...], ...]
     holders: Mapping[str, tuple[int, ...]]
 
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The first block of each stage but the first."""
+        return tuple(self.first_block(stage) for stage in range(1, len(self.stages)))
+
     def first_block(self, stage: int) -> int:
         """Return the number of a stage's first block in the model."""
         return sum(len(names) for names in self.stages[:stage])
@@ -34,9 +39,8 @@ def cut_model(
     blocks: Mapping[str, nn.Module], plan: Plan, stage_map: StageMap, costs: Sequence[float]
 ) -> Cut:
     """Cut blocks into the stages of a plan: where it says, or such that their costs are even."""
-    boundaries = plan.stage_boundaries
-    if not boundaries or stage_map.num_chunks > 1:
-        boundaries = balanced_boundaries(costs, stage_map.num_stages)
+    boundaries = plan.stage_boundaries or balanced_boundaries(costs, stage_map.num_stages)
+    assert len(boundaries) == stage_map.num_stages - 1, "checked before anything is built"
     if boundaries and boundaries[-1] >= len(blocks):
         raise LayoutError(
             f"parallel.stage_boundaries = {list(boundaries)} cuts after the last of {len(blocks)} "

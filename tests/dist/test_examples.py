@@ -1,4 +1,4 @@
-"""The examples run as their first lines say, alone and in parallel, and continue where they were."""
+"""The examples run as their first lines say, alone and in parallel, and go on where they were."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ganglion.schedules import SCHEDULES
 from tests.command import DEADLINE_S, environment
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ def run_example(cwd: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=environment(),
+        env=environment(OMP_NUM_THREADS="1"),  # two threads that spin make each other wait
         timeout=DEADLINE_S,
     )
     assert result.returncode == 0, result.stderr
@@ -45,6 +46,49 @@ def test_alone_and_in_parallel_learn_the_same(tmp_path: Path) -> None:
     again = run_example(tmp_path / "one", SCRIPT)
     assert "step 20 " not in again
     assert losses(again) == pytest.approx(alone[-1:], abs=1e-4)
+
+
+# Runs the script once for each schedule, and not to its end: starting and waiting take long.
+EVERY_SCHEDULE = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import own_loop
+
+own_loop.STEPS = 60
+pipe, *schedules = sys.argv[2:]
+for name in schedules:
+    os.makedirs(name, exist_ok=True)
+    os.chdir(name)
+    sys.argv = ["own_loop.py", "pipe=" + pipe, "schedule=" + name]
+    if os.environ.get("RANK", "0") == "0":
+        print("schedule", name, flush=True)
+    own_loop.main()
+    os.chdir("..")
+"""
+FLUSHING = [name for name in SCHEDULES if name not in ("two_bw", "stash")]
+
+
+def losses_by_schedule(screen: str) -> dict[str, list[float]]:
+    _, *parts = screen.split("schedule ")
+    return {part.split()[0]: losses(part) for part in parts}
+
+
+def test_the_own_loop_as_a_pipeline_with_every_schedule(tmp_path: Path) -> None:
+    """Same losses as alone: under two_bw as alone with its delay; stash has a delay of its own."""
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "every.py").write_text(EVERY_SCHEDULE)
+    words = ("every.py", str(ROOT / "examples"))
+    screen = run_example(tmp_path / "one", *words, "1", "one_f_one_b", "two_bw")
+    alone = losses_by_schedule(screen)
+    screen = run_example(tmp_path / "two", *TORCHRUN, *RENDEZVOUS, *words, "2", *SCHEDULES)
+    found = losses_by_schedule(screen)
+    assert list(found) == list(SCHEDULES)
+    for name in FLUSHING:
+        assert found[name] == pytest.approx(alone["one_f_one_b"], abs=1e-3), name
+    assert found["two_bw"] == pytest.approx(alone["two_bw"], abs=1e-3)
+    assert found["two_bw"] != pytest.approx(alone["one_f_one_b"], abs=1e-3)
+    assert found["stash"][-1] < 0.8 * found["stash"][0]
 
 
 TWICE = """

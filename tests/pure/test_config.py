@@ -185,8 +185,13 @@ def test_schedule_aliases() -> None:
 
 
 def test_reserved_sections_reach_the_plan() -> None:
-    plan = resolve(load(averaging={"method": "sync_easgd"}, memory={"recompute": "block"}))
-    assert (plan.averaging, plan.recompute) == ("sync_easgd", "block")
+    plan = resolve(load(averaging={"method": "sync_easgd"}, memory={"recompute": "full"}))
+    assert (plan.averaging, plan.recompute) == ("sync_easgd", "full")
+
+
+def test_an_unknown_recomputation_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"memory.recompute = 'ful' cannot be used.*'full'"):
+        load(memory={"recompute": "ful"})
 
 
 def test_a_plan_file_must_fit() -> None:

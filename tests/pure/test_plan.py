@@ -58,6 +58,7 @@ def test_plan_is_frozen() -> None:
         ({"num_microbatches": 0}, "num_microbatches is 0"),
         ({"servers": -1}, "servers is -1"),
         ({"precision": "fp8"}, "precision 'fp8' is not one of"),
+        ({"recompute": "block"}, r"memory.recompute = 'block' is not one of \['none', 'full'\]"),
         ({"pipe": 3, "stage_boundaries": (1,)}, "has 1 cuts, but pipe=3 stages need 2"),
         ({"pipe": 3, "stage_boundaries": (2, 2)}, "must rise strictly"),
     ],
@@ -71,7 +72,6 @@ UNBUILT = {
     "x": 2,
     "y": 2,
     "z": 2,
-    "recompute": "block",
     "offload": "host",
     "averaging": "sync_easgd",
     "servers": 1,
@@ -87,6 +87,7 @@ def test_what_is_not_built_is_refused_by_name(field: str, value: object) -> None
 def test_what_is_built_is_not_refused() -> None:
     Plan(data=4, num_microbatches=3, precision="bf16").require_built()
     Plan(data=2, pipe=3, num_microbatches=3, schedule="two_bw").require_built()
+    Plan(recompute="full").require_built()
 
 
 @pytest.mark.parametrize(
