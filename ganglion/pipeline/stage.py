@@ -1,30 +1,34 @@
 """A stage: some blocks of the model, run forward and backward for one microbatch at a time.
 
 The stage remembers, for every microbatch in flight, the input it came with and the output it left:
-what autograd needs to go back. With recomputation it remembers the input alone and runs the forward
-again before the backward; random numbers depend on (step, microbatch, block) only, so the second
-forward repeats the first.
+what autograd needs to go back. With recomputation the graph between them holds the input of each
+block and nothing else; random numbers depend on (step, microbatch, block) only, so the second
+forward of a block repeats the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ganglion.errors import ConfigError
+from ganglion.pipeline.chain import Chain, Context, LossFn
 from ganglion.pipeline.weight_gradients import Deferral, WeightStore
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
 SeedBlock = Callable[[int, int], None]  # (microbatch, block): make random numbers theirs
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """What a microbatch left behind; `output` is the scaled loss on the last stage."""
+    """What a microbatch left behind; `output` is the scaled loss on the last stage.
+
+    It is let go in backward, with the graph that hangs on it.
+    """
 
     input: Tensor
     output: Tensor | None
@@ -39,7 +43,7 @@ class StageSettings:
     loss_scale: float
     num_stages: int
     seed_block: SeedBlock
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    autocast: Context = nullcontext
     recompute: bool = False
     deferral: Deferral | None = None
 
@@ -54,8 +58,15 @@ class Stage:
         self.number = number
         self.num_stages = settings.num_stages
         self.blocks = list(blocks)
-        self._first_block = first_block
         self._settings = settings
+        self._chain = Chain(
+            self.blocks,
+            first_block=first_block,
+            loss_fn=settings.loss_fn,
+            autocast=settings.autocast,
+            recompute=settings.recompute,
+            deferral=settings.deferral,
+        )
         self._in_flight: dict[int, _InFlight] = {}
         self._targets: dict[int, Tensor] = {}
         self._losses: dict[int, Tensor] = {}  # of the last stage, not scaled
@@ -75,17 +86,14 @@ class Stage:
         if hidden.is_floating_point() and self.number > 0:
             hidden.requires_grad_()
         half = None if self._settings.deferral is None else WeightStore()
-        remember = not self._settings.recompute
-        with nullcontext() if remember else torch.no_grad():
-            output = self._output(microbatch, hidden, half)
-        self._in_flight[microbatch] = _InFlight(hidden, output if remember else None, half)
+        output = self._output(microbatch, hidden, half)
+        self._in_flight[microbatch] = _InFlight(hidden, output, half)
         return None if self._settings.loss_fn is not None else output.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Run backward; return what the stage before needs, or None on the first stage."""
         live = self._in_flight[microbatch]
-        if live.output is None:
-            live.output = self._output(microbatch, live.input, live.half)
+        assert live.output is not None, "a microbatch goes backward once"
         if live.output.requires_grad:  # not on a first stage that is frozen
             torch.autograd.backward(live.output, gradient)
         input_gradient = live.input.grad
@@ -101,36 +109,23 @@ class Stage:
         half.run()
         self._forget(microbatch)
 
-    @torch.no_grad()
     def evaluate(self, hidden: Tensor, target: Tensor | None) -> Tensor:
         """Return the output of the stage, on the last one the loss, and remember nothing."""
-        with self._settings.autocast():
-            for block in self.blocks:
-                hidden = block(hidden)
-        if self._settings.loss_fn is None or target is None:
-            return hidden
-        return self._settings.loss_fn(hidden, target)
+        return self._chain.evaluate(hidden, target)
 
     def _output(self, microbatch: int, hidden: Tensor, half: WeightStore | None) -> Tensor:
-        with self._collecting(half), self._settings.autocast():
-            for number, block in enumerate(self.blocks):
-                self._settings.seed_block(microbatch, self._first_block + number)
-                hidden = block(hidden)
-        if not isinstance(hidden, Tensor):
+        seed = partial(self._settings.seed_block, microbatch)
+        target = None if self._settings.loss_fn is None else self._targets[microbatch]
+        output = self._chain.forward(hidden, target, seed, half)
+        if not isinstance(output, Tensor):
             raise ConfigError(
-                f"stage {self.number} ends with a block that returns {type(hidden).__name__}, but "
+                f"stage {self.number} ends with a block that returns {type(output).__name__}, but "
                 f"one tensor crosses a boundary between stages: let blocks return one tensor"
             )
         if self._settings.loss_fn is None:
-            return hidden
-        loss = self._settings.loss_fn(hidden, self._targets[microbatch])
-        self._losses[microbatch] = loss.detach()
-        return loss * self._settings.loss_scale
-
-    def _collecting(self, half: WeightStore | None) -> AbstractContextManager[object]:
-        if self._settings.deferral is None or half is None:
-            return nullcontext()
-        return self._settings.deferral.collecting(half)
+            return output
+        self._losses[microbatch] = output.detach()
+        return output * self._settings.loss_scale
 
     def take_loss(self, microbatches: Sequence[int]) -> float:
         """Return the mean loss of a batch, 0 on any stage but the last, and forget it."""

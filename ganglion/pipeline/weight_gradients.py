@@ -44,6 +44,8 @@ class WeightStore:
         self._edges: list[GradientEdge] = []
         self._gradients: list[Tensor] = []
         self._weights: dict[nn.Parameter, None] = {}
+        # Where no input needs a gradient, this leaf makes autograd call the node of a layer in B.
+        self.anchor = torch.empty(0, requires_grad=True)
 
     @property
     def num_deferred(self) -> int:
@@ -105,8 +107,7 @@ class Deferral:
         if not splits or not all(weight.is_leaf for weight in weights):
             return _plain(layer, input)
         input = _as_under_autocast(input)
-        # Without an input that needs a gradient, the anchor makes autograd call us in B.
-        anchor = None if input.requires_grad else torch.empty(0, requires_grad=True)
+        anchor = None if input.requires_grad or store is None else store.anchor
         arguments = (input, anchor, layer, weights, store)
         output: Tensor = _SplitBackward.apply(*arguments)  # type: ignore[no-untyped-call]
         return output

@@ -30,4 +30,11 @@ class RandomStream:
         if step != self._step:
             self._step, self._base = step, mix_seed(self._seed, step, self._share)
         place = microbatch * _MAX_BLOCKS + block
-        torch.manual_seed((self._base + place * _ODD) & _MASK)
+        _seed((self._base + place * _ODD) & _MASK)
+
+
+def _seed(seed: int) -> None:
+    """Seed what draws here: torch.manual_seed formats a stack for every backend that is not on."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)

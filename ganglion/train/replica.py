@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ganglion.gradients import GradientReducer
 from ganglion.models import LossFn, evaluation_mode
+from ganglion.pipeline import Chain
 from ganglion.plan import Plan
 from ganglion.trace import COMPUTE, Recorder
-from ganglion.train.executor import Batch
+from ganglion.train.executor import Share
 from ganglion.train.microbatches import cut_batch
 from ganglion.train.random_stream import RandomStream
 
@@ -35,15 +37,19 @@ class Replica:
         stream: RandomStream,
     ) -> None:
         """Join the blocks of a model with its loss and the reducer of its gradients."""
-        self._blocks = list(blocks.values())
-        self._loss_fn = loss_fn
+        self._chain = Chain(
+            list(blocks.values()),
+            loss_fn=loss_fn,
+            autocast=lambda: autocast(plan.precision, device),
+            recompute=plan.recompute == "full",
+        )
         self._plan = plan
         self._device = device
         self._reducer = reducer
         self._recorder = recorder
         self._stream = stream
 
-    def forward_backward(self, batch: Batch, step: int) -> Tensor:
+    def forward_backward(self, batch: Share, step: int) -> Tensor:
         """Leave the gradients of the mean loss over the global batch; return this share's loss."""
         self._reducer.zero()
         # The mean over microbatches and replicas is taken here, so that reductions only sum.
@@ -51,7 +57,8 @@ class Replica:
         total = torch.zeros((), device=self._device)
         for index, (inputs, targets) in enumerate(cut_batch(batch, self._plan, self._device)):
             with self._recorder.span(COMPUTE, "forward", step=step, microbatch=index):
-                loss = self._loss(inputs, targets, (step, index))
+                seed = partial(self._stream.seed_block, step, index)
+                loss = self._chain.forward(inputs, targets, seed)
             if index == self._plan.num_microbatches - 1:
                 self._reducer.arm()
             with self._recorder.span(COMPUTE, "backward", step=step, microbatch=index):
@@ -60,26 +67,18 @@ class Replica:
         self._reducer.finish(step)
         return total / self._plan.num_microbatches
 
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Share) -> Tensor:
         """Return the mean loss of this rank's share of a batch; no gradients, no dropout."""
         total = torch.zeros((), device=self._device)
-        with evaluation_mode(self._blocks):
+        with evaluation_mode(self._chain.blocks):
             for inputs, targets in cut_batch(batch, self._plan, self._device):
-                total = total + self._loss(inputs, targets)
+                total = total + self._chain.evaluate(inputs, targets)
         return total / self._plan.num_microbatches
 
-    def _loss(
-        self, inputs: Tensor, targets: Tensor, place: tuple[int, int] | None = None
-    ) -> Tensor:
-        """Return the loss; at a `place` (step, microbatch) of training each block draws its own."""
-        hidden = inputs
-        with autocast(self._plan.precision, self._device):
-            for number, block in enumerate(self._blocks):
-                if place is not None:
-                    self._stream.seed_block(*place, number)
-                hidden = block(hidden)
-        return self._loss_fn(hidden, targets)
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Return what the model makes of some inputs; no gradients, no dropout."""
+        with evaluation_mode(self._chain.blocks):
+            return self._chain.evaluate(inputs.to(self._device), None)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
