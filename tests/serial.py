@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
 LossFn = Callable[[Tensor, Tensor], Tensor]
+MakeOptimizers = Callable[
+    [list[tuple[str, nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
 
 # How far a sum taken in another order may move a result, relative and absolute.
 TOLERANCE = {torch.float64: (1e-10, 1e-12), torch.float32: (2e-4, 2e-5)}
@@ -47,6 +50,52 @@ def train_serially(
         optimizer.step()
     history.weights = copies(dict(model.named_parameters()))
     return history
+
+
+def train_delayed(
+    model: nn.Module,
+    loss_fn: LossFn,
+    make_optimizers: MakeOptimizers,
+    batches: Sequence[Batch],
+    *,
+    max_grad_norm: float = 0.0,
+    error_feedback: bool = False,
+) -> History:
+    """2BW written out: batch t computes its gradients with the weights after max(t - 1, 0).
+
+    With error feedback, the optimizers move by u(t) and the weights by 2 u(t) - u(t - 1).
+    """
+    named = dict(model.named_parameters())
+    made = make_optimizers(list(named.items()))
+    optimizers = [made] if isinstance(made, torch.optim.Optimizer) else made
+    versions, history = [copies(named)], History()
+    last = {name: torch.zeros_like(weight) for name, weight in versions[0].items()}
+    for step, (inputs, targets) in enumerate(batches):
+        load_weights(named, versions[max(step - 1, 0)])
+        model.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        history.losses.append(loss.item())
+        history.norms.append(norm.item())
+        load_weights(named, versions[-1])
+        for optimizer in optimizers:
+            optimizer.step()
+        if error_feedback:
+            update = {name: p.detach() - versions[-1][name] for name, p in named.items()}
+            moved = {n: w + 2 * update[n] - last[n] for n, w in versions[-1].items()}
+            load_weights(named, moved)
+            last = update
+        versions.append(copies(named))
+    history.weights = versions[-1]
+    return history
+
+
+@torch.no_grad()
+def load_weights(named: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    """Give the parameters these values."""
+    for name, parameter in named.items():
+        parameter.copy_(weights[name])
 
 
 def copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

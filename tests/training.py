@@ -12,8 +12,10 @@ from torch import nn
 from ganglion import Plan, parallelize
 from ganglion.comm import World
 from ganglion.config import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.config.schema import OptimizerSection
 from ganglion.models import build_model, cross_entropy
 from ganglion.train import Run
+from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
 from tests.serial import Batch, History, copies
 
 SHAPES: dict[str, ModelShape] = {
@@ -47,7 +49,9 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
 }
-
+# Muon comes with AdamW for what is not a matrix: several optimizers a stage.
+MUON = optimizer_factory(OptimizerSection(name="muon", lr=1e-2))
+FACTORIES: dict[str, OptimizerFactory] = {**OPTIMIZERS, "muon": MUON}
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -60,6 +64,7 @@ class Case:
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.float64
     max_grad_norm: float = 0.0
+    error_feedback: bool = False
     global_batch_size: int = 8
     num_steps: int = 3
     overlap: bool = True
@@ -103,9 +108,10 @@ def make_run(world: World, plan: Plan, case: Case, seed: int = 1) -> Run:
     return parallelize(
         make_model(case, seed),
         cross_entropy,
-        OPTIMIZERS[case.optimizer],
+        FACTORIES[case.optimizer],
         plan,
         max_grad_norm=case.max_grad_norm,
+        error_feedback=case.error_feedback,
         world=world,
         overlap=case.overlap,
         bucket_mib=case.bucket_mib,

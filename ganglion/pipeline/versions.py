@@ -16,7 +16,7 @@ the backward of every microbatch in flight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class WeightVersions:
         self.newest = 0
         self._selected: int | None = None
         self._flat = [self._copied() for _ in range(num_kept)]
-        self._views = [self._cut(flat) for flat in self._flat]
+        self._views = [self.views_of(flat) for flat in self._flat]
         self.optimized = {
             name: nn.Parameter(view.detach()) for name, view in self._views[0].items()
         }
@@ -63,6 +63,13 @@ class WeightVersions:
     def end_update(self) -> None:
         """Say that the next version is made."""
         self.newest += 1
+
+    def in_making(self) -> Iterator[tuple[torch.dtype, Tensor, Tensor]]:
+        """Yield the newest and the next version, flat, by dtype: what an update moves."""
+        source = self._flat[self.newest % self._num_kept]
+        target = self._flat[(self.newest + 1) % self._num_kept]
+        for dtype, flat in source.items():
+            yield dtype, flat, target[dtype]
 
     def take_gradients(self) -> None:
         """Give the optimizer the gradients of the model's parameters."""
@@ -98,8 +105,8 @@ class WeightVersions:
             parts.setdefault(parameter.dtype, []).append(parameter.detach().reshape(-1))
         return {dtype: torch.cat(flat) for dtype, flat in parts.items()}
 
-    def _cut(self, flat: Mapping[torch.dtype, Tensor]) -> dict[str, Tensor]:
-        """Return the view of every parameter in a flat copy."""
+    def views_of(self, flat: Mapping[torch.dtype, Tensor]) -> dict[str, Tensor]:
+        """Return the view of every parameter, by name, in flat tensors laid out as a version."""
         offsets = dict.fromkeys(flat, 0)
         views = {}
         for name, parameter in self._parameters.items():
