@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,9 +53,7 @@ class Batches:
     def at(self, step: int) -> Sample:
         """Return the inputs and targets of one step."""
         indices = self._sampler.share(step, self._share_index, self._num_shares).tolist()
-        inputs, targets = zip(*(read_sample(self._dataset, i) for i in indices), strict=True)
-        names = [_name_of(self._dataset, index) for index in indices]
-        return _stack(inputs, names, "input"), _stack(targets, names, "target")
+        return read_batch(self._dataset, indices)
 
     def __iter__(self) -> Iterator[Sample]:
         """Return a new iterator over the steps from `first_step` on."""
@@ -80,6 +78,13 @@ class Batches:
         finally:
             # Garbage may be collected in the reader, and a thread cannot wait for itself.
             pool.shutdown(wait=threading.get_ident() != reader, cancel_futures=True)
+
+
+def read_batch(dataset: MapDataset, indices: Sequence[int]) -> Sample:
+    """Return some samples stacked; refuse those of different shapes by name."""
+    inputs, targets = zip(*(read_sample(dataset, i) for i in indices), strict=True)
+    names = [_name_of(dataset, index) for index in indices]
+    return _stack(inputs, names, "input"), _stack(targets, names, "target")
 
 
 def read_sample(dataset: MapDataset, index: int) -> Sample:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ganglion.comm import World
 from ganglion.config import RunFile, model_shape
@@ -21,7 +21,7 @@ from ganglion.data import (
     open_text,
     save_tokenizer,
 )
-from ganglion.data.batches import read_sample
+from ganglion.data.batches import read_batch
 from ganglion.models import (
     LossFn,
     build_model,
@@ -34,6 +34,7 @@ from ganglion.models import (
 from ganglion.plan import Plan
 from ganglion.topology import Launch
 from ganglion.trace import Recorder
+from ganglion.train.block_costs import Sample
 from ganglion.train.device import pick_device
 from ganglion.train.learning_rate import warmup_cosine
 from ganglion.train.optimizers import optimizer_factory
@@ -99,8 +100,9 @@ def build_job(
         save_tokenizer(source.tokenizer, folder)
     blocks = build_blocks(file, source.num_classes, source.input_shape)
     loss_fn = loss_function(file.model.loss)
-    flops = count_flops(blocks, loss_fn, *_one_sample(source.train))
-    run = _parallelize(file, plan, world, device, blocks, loss_fn)
+    flops = count_flops(blocks, loss_fn, *_samples(source.train, 1))
+    sample = _samples(source.train, plan.microbatch_size) if plan.pipe > 1 else None
+    run = _parallelize(file, plan, world, device, blocks, loss_fn, sample)
     return Job(
         file=file,
         run=run,
@@ -135,6 +137,7 @@ def _parallelize(
     device: torch.device,
     blocks: dict[str, nn.Module],
     loss_fn: LossFn,
+    sample: Sample | None,
 ) -> Run:
     recorder = Recorder(world.rank, enabled=file.trace.enabled)
     recorder.offset_s = world.clock_offset_s()
@@ -144,6 +147,7 @@ def _parallelize(
         optimizer_factory(file.optimizer),
         plan,
         max_grad_norm=file.optimizer.max_grad_norm,
+        error_feedback=file.optimizer.error_feedback,
         lr_factor=warmup_cosine(
             file.optimizer.warmup_steps,
             file.train.steps,
@@ -156,6 +160,8 @@ def _parallelize(
         recorder=recorder,
         overlap=file.parallel.overlap,
         bucket_mib=file.parallel.bucket_mib,
+        timeout_s=file.train.timeout_s,
+        sample=sample,
     )
 
 
@@ -181,6 +187,6 @@ def open_source(file: RunFile, cache_dir: Path) -> DataSource:
     return open_dataset(cast(MapDataset, dataset), data.val_fraction, seed)
 
 
-def _one_sample(dataset: MapDataset) -> tuple[Tensor, Tensor]:
-    inputs, targets = read_sample(dataset, 0)
-    return inputs[None], targets[None]
+def _samples(dataset: MapDataset, count: int) -> Sample:
+    """Return the first few samples as one microbatch."""
+    return read_batch(dataset, [number % len(dataset) for number in range(count)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,17 +21,21 @@ from ganglion.checkpoint import (
     optimizer_record,
     optimizer_tensors,
     prepare_optimizers,
+    read_state,
     remove_incomplete,
     save,
 )
 from ganglion.comm import World, broadcast_text
 from ganglion.errors import CheckpointError
+from ganglion.plan import Plan
 from ganglion.train.parts import RunParts
 
 logger = logging.getLogger(__name__)
 
 _MODEL = "model."
 _OLDER = "older."
+_FEEDBACK = "feedback."
+_HAS_FEEDBACK = "error_feedback"
 
 
 def save_run(
@@ -41,7 +46,7 @@ def save_run(
         step=step,
         plan=parts.plan,
         optimizer=optimizer_record(parts.optimizers),
-        extra={**extra, "seed": parts.seed},
+        extra={**extra, "seed": parts.seed, _HAS_FEEDBACK: parts.feedback is not None},
     )
     if parts.world.rank == 0:
         remove_incomplete(folder)
@@ -61,6 +66,7 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     path = _agree_on_newest(folder, parts.world)
     if path is None:
         return None
+    _check_feedback(parts, path)
     prepare_optimizers(parts.optimizers, path)
     state = load(path, _tensors(parts), process_group=_process_group(parts.world))
     logger.info("resumed from %s at step %d", path, state.step)
@@ -69,10 +75,49 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     return state.step
 
 
+def with_saved_cut(plan: Plan, folder: Path, world: World) -> Plan:
+    """Return the plan, cut where the newest checkpoint below `folder` was, if it leaves that open.
+
+    Measured anew, the cut might move, and with it the order in which norms are summed. Called by
+    all ranks; a checkpoint that cannot be read is left to `load_run` to report.
+    """
+    if plan.pipe == 1 or plan.stage_boundaries:
+        return plan
+    cuts = json.loads(world.broadcast_text(_saved_cut(plan, folder) if world.rank == 0 else ""))
+    return replace(plan, stage_boundaries=tuple(cuts))
+
+
+def _saved_cut(plan: Plan, folder: Path) -> str:
+    path = latest_checkpoint(folder)
+    try:
+        saved = None if path is None else read_state(path).plan
+    except CheckpointError:
+        saved = None
+    if saved is None or _stages_of(saved) != _stages_of(plan):
+        return json.dumps(())
+    return json.dumps(saved.stage_boundaries)
+
+
+def _stages_of(plan: Plan) -> tuple[int, str, int]:
+    """Return what decides how many stages a plan has."""
+    return plan.pipe, plan.schedule, plan.chunks
+
+
 def _tensors(parts: RunParts) -> dict[str, Tensor]:
     model = {_MODEL + name: tensor for name, tensor in parts.model_tensors().items()}
     older = {_OLDER + name: tensor for name, tensor in parts.executor.older_weights().items()}
-    return {**model, **older, **optimizer_tensors(parts.optimizers)}
+    feedback = {_FEEDBACK + name: tensor for name, tensor in (parts.feedback or {}).items()}
+    return {**model, **older, **feedback, **optimizer_tensors(parts.optimizers)}
+
+
+def _check_feedback(parts: RunParts, path: Path) -> None:
+    """Refuse to begin or end error feedback half-way: the update before would be unknown."""
+    then, now = bool(read_state(path).extra.get(_HAS_FEEDBACK)), parts.feedback is not None
+    if then != now:
+        raise CheckpointError(
+            f"{path} was saved with optimizer.error_feedback = {str(then).lower()}, but it is "
+            f"{str(now).lower()} now: set it back, or set output.dir to a new folder"
+        )
 
 
 def _whole_model(parts: RunParts) -> dict[str, Tensor]:
