@@ -15,6 +15,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ganglion.config.run_folder import LOGS
 
 FAILED = 1
+_CAUSE = "The above exception was the direct cause of the following exception"
+_INSIDE = "ganglion.errors.PipelineError"
 
 
 class StoppedBeforeStart(Exception):
@@ -108,21 +110,32 @@ def _message(failure: ProcessFailure) -> object:
     return failure.error_file_data.get("message", "")
 
 
-def _lateness(failure: ProcessFailure) -> tuple[bool, int]:
-    """Order failures so that the cause comes first: a lost peer is somebody else's death."""
-    return "PeerLost" in _read_failure(failure)[0], failure.timestamp
+def _lateness(failure: ProcessFailure) -> tuple[bool, bool, int]:
+    """Order failures so that the cause comes first: others were told of it, or lost its rank."""
+    message, trace = _recorded(failure)
+    is_told = "PipelineError" in message and _CAUSE not in trace
+    return "PeerLost" in message, is_told, failure.timestamp
 
 
 def _read_failure(failure: ProcessFailure) -> tuple[str, str]:
+    message, trace = _recorded(failure)
+    return message, "" if _is_users(trace) else trace
+
+
+def _recorded(failure: ProcessFailure) -> tuple[str, str]:
+    """Return the message and the traceback that a process left behind, if it did."""
     record = _message(failure)
     if not isinstance(record, dict):
         return failure.message, ""
     message = str(record.get("message", failure.message))
-    trace = str(record.get("extraInfo", {}).get("py_callstack", ""))
-    return message, "" if _is_users(trace) else trace
+    return message, str(record.get("extraInfo", {}).get("py_callstack", ""))
 
 
 def _is_users(trace: str) -> bool:
-    """Say whether the error is one of ours, whose message alone tells all."""
+    """Say whether the error is one of ours, whose message alone tells all.
+
+    One that a stage's own code raised has a traceback worth seeing.
+    """
     last = trace.rstrip().rsplit("\n", 1)[-1]
-    return last.startswith("ganglion.errors.")
+    failed_inside = last.startswith(_INSIDE) and _CAUSE in trace
+    return last.startswith("ganglion.errors.") and not failed_inside

@@ -24,8 +24,12 @@ def print_summary(folder: Path, exit_code: int) -> None:
     metrics = read_metrics(path) if path.exists() else []
     if not metrics:
         return
-    file, _ = read_folder(folder)
+    file, plan = read_folder(folder)
     console.print(_table(metrics, "tokens" if file.data.kind in TOKEN_DATA else "samples"))
+    if exit_code == 0 and plan.pipe > 1:
+        from ganglion.cli.compare import print_comparison  # the simulator is not always wanted
+
+        print_comparison(folder, plan, console)
     if exit_code == 0 and file.output.sample_tokens and is_text_model(file):
         text = sample_text(folder, file.output.sample_prompt, file.output.sample_tokens)
         console.print("sample of generated text:", style="bold")

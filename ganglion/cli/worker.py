@@ -27,7 +27,7 @@ from ganglion.config.run_folder import CHECKPOINTS, LOGS, MODEL_FILE
 from ganglion.errors import CheckpointError, GanglionError
 from ganglion.plan import Plan
 from ganglion.topology import Launch, read_launch
-from ganglion.train import Job, Observer, build_job, file_observers, train
+from ganglion.train import Job, Observer, build_job, file_observers, train, with_saved_cut
 
 if TYPE_CHECKING:
     from ganglion.cli.train import TrainOptions
@@ -55,6 +55,8 @@ def train_in_folder(
             *(launch.rank, launch.num_ranks, launch.launcher, torch.get_num_threads(), plan),
         )
         world = world or _open_world(file, plan, launch)
+        if resume:
+            plan = with_saved_cut(plan, folder / CHECKPOINTS, world)
         job = build_job(file, plan, world, launch, folder, cache_folder())
         with job.run:
             stop.call(job.run.request_stop)
@@ -121,6 +123,7 @@ def _train_watched(job: Job) -> None:
         train(job, observers)
     finally:
         _close(observers)
+    job.run.world.barrier()  # whoever reads the traces of all ranks from now on finds them whole
 
 
 def _close(observers: list[Observer]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from ganglion.models.blocks import evaluation_mode
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: Callable[[Tensor], Tensor],
     prompt: Tensor,
     num_tokens: int,
     *,
@@ -22,12 +24,13 @@ def generate(
 ) -> Tensor:
     """Return the prompt (1, tokens) followed by `num_tokens` new ones.
 
-    The model sees the newest `seq_len` tokens. Temperature 0 takes the likeliest token; `top_k`
-    above 0 draws from that many likeliest ones only.
+    `model` gives logits for tokens: a module, or `run.outputs` of a model on several ranks. It
+    sees the newest `seq_len` tokens. Temperature 0 takes the likeliest token; `top_k` above 0
+    draws from that many likeliest ones only.
     """
     _check_arguments(prompt, num_tokens, seq_len, temperature, top_k)
     tokens = prompt
-    with evaluation_mode([model]):
+    with evaluation_mode([model] if isinstance(model, nn.Module) else []):
         for _ in range(num_tokens):
             logits = model(tokens[:, -seq_len:])[:, -1].float()
             tokens = torch.cat((tokens, _pick(logits, temperature, top_k, generator)), dim=1)

@@ -1,13 +1,18 @@
 """Pipeline: the message-driven engine and what its stages are made of."""
 
-from ganglion.pipeline.engine import Engine, Worker
-from ganglion.pipeline.stage import LossFn, Stage, StageSettings
+from ganglion.pipeline.chain import Chain, LossFn
+from ganglion.pipeline.engine import Engine
+from ganglion.pipeline.feedback import ErrorFeedback
+from ganglion.pipeline.stage import Stage, StageSettings
 from ganglion.pipeline.versions import WeightVersions
 from ganglion.pipeline.weight_gradients import Deferral, WeightStore, defer_weight_gradients
+from ganglion.pipeline.worker import Worker
 
 __all__ = [
+    "Chain",
     "Deferral",
     "Engine",
+    "ErrorFeedback",
     "LossFn",
     "Stage",
     "StageSettings",

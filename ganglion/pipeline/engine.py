@@ -1,78 +1,49 @@
 """The engine: the driver of a schedule in real time, beside the simulator on a virtual clock.
 
     while not done:
-        action = schedule.next()            something to start now?
-        run it, schedule.on_finish(action)  computations and updates block, reductions do not
-        or wait for the mailbox             schedule.on_arrival(message)
+        look into the mailbox               schedule.on_arrival(message)
+        actions = schedule.next(), ...      something to start now, at most one on each lane?
+        run them, schedule.on_finish(...)   computations and updates block, reductions do not
+        or wait for the mailbox
 
 It decides nothing and computes nothing: the schedule says what comes next, a worker does it, the
 transport carries what crosses a boundary. Payloads that arrived wait here until the schedule asks
-for their action.
+for their action. What fails here is told to all ranks (`alarm`), and what they tell is raised here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from ganglion.comm import Arrival, Transport
-from ganglion.errors import CommError, GanglionError, PipelineError, ProtocolError
-from ganglion.schedules import RankSchedule
+from ganglion.comm.transport import silence
+from ganglion.errors import CommError, PeerLost, ProtocolError
+from ganglion.pipeline.alarm import ERROR_KIND, LISTEN_S, Alarm, told_error
+from ganglion.pipeline.ledger import Ledger
+from ganglion.pipeline.naming import ACTION_NAMES, named
+from ganglion.pipeline.worker import Predict, Worker
+from ganglion.schedules import ForwardOnly, RankSchedule
 from ganglion.schedules.action import (
     BACKWARD,
     COMPUTE,
     FORWARD,
     REDUCE,
     UPDATE,
-    WEIGHT,
     Action,
     Message,
 )
 from ganglion.trace import COMPUTE as COMPUTE_LANE
 from ganglion.trace import HOST, Recorder
 
-FORWARD_KIND, BACKWARD_KIND, ERROR_KIND = "forward", "backward", "error"
+FORWARD_KIND, BACKWARD_KIND = "forward", "backward"
+PREDICT_KIND = "predict"  # activations of a run that only goes forward
 _KINDS = {FORWARD_KIND: FORWARD, BACKWARD_KIND: BACKWARD}
-_NAMES = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    WEIGHT: "weight",
-    REDUCE: "reduce",
-    UPDATE: "update",
-}
 # How often a reduction that runs by itself is looked at while there is nothing else to do.
 _LOOK_S = 0.0005
-_TELLING_S = 1.0
-
-
-class Worker(Protocol):
-    """What does the actions of one rank."""
-
-    def forward(self, action: Action, version: int, hidden: Tensor | None) -> Tensor | None:
-        """Run a forward; return what goes to the next stage."""
-
-    def backward(self, action: Action, version: int, gradient: Tensor | None) -> Tensor | None:
-        """Run a backward, or its input half; return what goes to the stage before."""
-
-    def weight(self, action: Action, version: int) -> None:
-        """Run the weight half of a backward."""
-
-    def start_reduce(self, action: Action) -> None:
-        """Start to sum the gradients of a batch over the replicas."""
-
-    def is_reduced(self, action: Action) -> bool:
-        """Say whether the sum is there; called again until it is."""
-
-    def update(self, action: Action) -> None:
-        """Make the next weights."""
-
-    def take(self, arrival: Arrival) -> bool:
-        """Take a message that is no activation or gradient; say whether it was known."""
 
 
 class Engine:
@@ -86,18 +57,29 @@ class Engine:
         worker: Worker,
         recorder: Recorder,
         timeout_s: float,
+        *,
+        siblings: Transport | None = None,
     ) -> None:
-        """Drive `schedule`; `rank_at` gives the rank of the world that holds a stage."""
+        """Drive `schedule`; `rank_at` gives the rank of the world that holds a stage.
+
+        `transport` reaches the pipeline; `siblings`, the same stage of other replicas, is used for
+        alarms only.
+        """
         self._schedule = schedule
         self._transport = transport
         self._rank_at = rank_at
         self._worker = worker
         self._recorder = recorder
         self._timeout_s = timeout_s
+        self._alarm = Alarm(transport, siblings)
         self._payloads: dict[tuple[str, int, int], Tensor] = {}
+        self._to_predict: dict[tuple[int, int], Tensor] = {}  # by stage and microbatch
+        self._forwards: ForwardOnly | None = None
         self._reducing: list[Action] = []
+        self._idle_since_s: float | None = None
         self._num_stages = schedule.stage_map.num_stages
         held = schedule.stage_map.stages_of(schedule.rank)
+        self._ledger = Ledger(held, self._num_stages)
         self._num_updated = dict.fromkeys(held, 0)  # by stage
 
     @property
@@ -108,29 +90,86 @@ class Engine:
     def begin_at(self, batch: int, microbatch: int) -> None:
         """Count batches and microbatches from these on."""
         self._schedule.begin_at(batch, microbatch)
+        self._ledger.begin_at(microbatch)
         self._num_updated = dict.fromkeys(self._num_updated, batch)
 
     def admit(self, num_microbatches: int) -> None:
         """Let one more batch enter."""
         self._schedule.admit(num_microbatches)
+        self._ledger.admit(num_microbatches)
 
-    def run_until(self, num_updated: int) -> None:
-        """Go on until `num_updated` batches have been updated on this rank."""
-        try:
-            while self.num_updated < num_updated:
+    def run_until(self, num_updated: int, is_reported: Callable[[], bool] = lambda: True) -> None:
+        """Go on until `num_updated` batches have been updated on this rank and are reported.
+
+        What other ranks report comes by itself; later batches go on meanwhile.
+        """
+        with self.telling():
+            while self.num_updated < num_updated or not is_reported():
                 self._look()
-                action = self._schedule.next()
-                if action is None:
+                is_updated = self.num_updated >= num_updated
+                # What enters after the report may come too late for its turn: do not go past it.
+                may_start = self._schedule.versions_by_batch or not is_updated
+                if may_start and self._start_all():
+                    continue
+                if not is_updated:
                     self._wait()
                 else:
-                    self._run(action)
+                    self._check_patience(f"the numbers of step {num_updated - 1} of all ranks")
+                    self._nap()
+
+    def run_forwards(self, microbatches: range, predict: Predict) -> None:
+        """Take microbatches through all stages, forward only: evaluation and generation.
+
+        They are numbered through all such runs, for a rank may be ahead of the next.
+        """
+        schedule = ForwardOnly(self._schedule.rank, self._schedule.stage_map, microbatches)
+        self._forwards = schedule
+        for stage, microbatch in self._to_predict:
+            schedule.on_arrival(Message(FORWARD, stage, microbatch, 0))
+        with self.telling():
+            while not schedule.done:
+                self._look()
+                action = schedule.next()
+                if action is None:
+                    self._await("activations to evaluate")
+                    continue
+                self._predict(action, predict)
+                schedule.on_finish(action)
+        self._forwards = None
+
+    def close(self) -> None:
+        """Close the transports."""
+        self._alarm.close()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Let every rank know what fails inside; it would wait in vain."""
+        try:
+            yield
         except Exception as error:
-            self._tell(error)
+            self._alarm.ring(error)
             raise
 
     # --- actions -------------------------------------------------------------------------------
 
+    def _start_all(self) -> bool:
+        """Start what can be started now on each lane; say whether that was anything.
+
+        Reductions go first, so that they are under way while this rank computes.
+        """
+        started, computation = False, None
+        while (action := self._schedule.next()) is not None:
+            started = True
+            if action.lane == COMPUTE:
+                computation = action  # its lane is taken now: what follows is on other lanes
+            else:
+                self._run(action)
+        if computation is not None:
+            self._run(computation)
+        return started
+
     def _run(self, action: Action) -> None:
+        self._idle_since_s = None
         start_s = self._recorder.clock()
         try:
             if action.kind == REDUCE:
@@ -138,26 +177,24 @@ class Engine:
                 self._reducing.append(action)
                 return
             version = self._do(action)
-        except GanglionError:
+        except CommError:
             raise
         except Exception as error:
-            what = "batch" if action.kind in (REDUCE, UPDATE) else "microbatch"
-            raise PipelineError(
-                f"{_NAMES[action.kind]} of stage {action.stage}, {what} {action.index} failed on "
-                f"rank {self._rank_at(action.stage)}: {type(error).__name__}: {error}"
-            ) from error
-        self._record(action, start_s, version)
+            raise named(error, action, self._rank_at(action.stage)) from error
+        if self._recorder.enabled:
+            self._record(action, start_s, version)
         self._schedule.on_finish(action)
 
     def _do(self, action: Action) -> int:
         if action.kind == UPDATE:
             self._worker.update(action)
-            self._num_updated[action.stage] = action.index + 1
+            self._end_update(action)
             return action.index + 1
         version = self._schedule.version_of(action.index)
         key = (action.kind, action.stage, action.index)
         if action.kind == FORWARD:
             output = self._worker.forward(action, version, self._payloads.pop(key, None))
+            self._ledger.went_forward(action.stage, action.index)
             self._send(FORWARD_KIND, action.stage + 1, action.index, version, output)
         elif action.kind == BACKWARD:
             gradient = self._worker.backward(action, version, self._payloads.pop(key, None))
@@ -166,17 +203,47 @@ class Engine:
             self._worker.weight(action, version)
         return version
 
+    def _predict(self, action: Action, predict: Predict) -> None:
+        self._idle_since_s = None
+        try:
+            output = predict(action, self._to_predict.pop((action.stage, action.index), None))
+        except CommError:
+            raise
+        except Exception as error:
+            raise named(error, action, self._rank_at(action.stage)) from error
+        if output is not None:
+            self._post(PREDICT_KIND, action.stage + 1, output, step=-1, microbatch=action.index)
+
+    def _end_update(self, action: Action) -> None:
+        before = self.num_updated
+        self._num_updated[action.stage] = action.index + 1
+        for _ in range(before, self.num_updated):
+            self._ledger.end_batch()
+
     def _send(
         self, kind: str, stage: int, microbatch: int, version: int, tensor: Tensor | None
     ) -> None:
         if tensor is None or not 0 <= stage < self._num_stages:
             return
+        step = self._schedule.batch_of(microbatch)
+        self._post(kind, stage, tensor, step=step, microbatch=microbatch, version=version)
+
+    def _post(
+        self,
+        kind: str,
+        stage: int,
+        tensor: Tensor,
+        *,
+        step: int,
+        microbatch: int,
+        version: int = -1,
+    ) -> None:
         assert self._transport is not None, "several stages have a transport between them"
         self._transport.post(
             self._rank_at(stage),
             kind,
             tensor,
-            step=self._schedule.batch_of(microbatch),
+            step=step,
             stage=stage,
             microbatch=microbatch,
             version=version,
@@ -187,7 +254,7 @@ class Engine:
         batch = action.index if is_update else self._schedule.batch_of(action.index)
         self._recorder.add(
             COMPUTE_LANE if action.lane == COMPUTE else HOST,
-            _NAMES[action.kind],
+            ACTION_NAMES[action.kind],
             start_s,
             self._recorder.clock(),
             step=batch,
@@ -200,55 +267,99 @@ class Engine:
 
     def _look(self) -> None:
         """Take what has come, so that the schedule chooses among all that is there."""
+        self._alarm.listen()
         if self._reducing:
             self._end_reductions()
         while self._transport is not None and (arrival := self._transport.poll()) is not None:
             self.take(arrival)
 
     def _wait(self) -> None:
-        """Return when something happened: an arrival, or perhaps the end of a reduction."""
+        """Return when something happened: an arrival, perhaps the end of a reduction or a nap."""
+        if self._reducing:
+            first = self._reducing[0]
+            self._check_patience(f"the reduction of stage {first.stage}, batch {first.index}")
+            self._nap()
+            return
+        self._await(self._ledger.awaited())
+
+    def _await(self, awaiting: str) -> None:
+        """Wait for a message, and take it."""
         if self._transport is None:
-            if not self._reducing:
-                raise ProtocolError("the schedule waits, but there is nobody to wait for")
+            raise ProtocolError("the schedule waits, but there is nobody to wait for")
+        left_s = self._check_patience(awaiting)
+        arrival = self._receive(self._transport, left_s, awaiting)
+        if arrival is not None:
+            self.take(arrival)
+
+    def _receive(self, transport: Transport, left_s: float, awaiting: str) -> Arrival | None:
+        """Wait for a message; with a second transport to listen to, for a moment only."""
+        if not self._alarm.has_quiet:
+            return transport.receive(left_s, awaiting)
+        begin_s = time.monotonic()
+        try:
+            return transport.receive(LISTEN_S, awaiting)
+        except PeerLost:
+            if time.monotonic() < begin_s + LISTEN_S:
+                raise  # a loss, not the end of a short wait
+            return None
+
+    def _nap(self) -> None:
+        """Let a moment pass, or a message come."""
+        if self._transport is None:
             time.sleep(_LOOK_S)
-        elif self._reducing:
-            arrival = self._transport.poll(_LOOK_S)
-            if arrival is not None:
-                self.take(arrival)
-        else:
-            self.take(self._transport.receive(self._timeout_s, "activations and gradients"))
+            return
+        arrival = self._transport.poll(_LOOK_S)
+        if arrival is not None:
+            self.take(arrival)
+
+    def _check_patience(self, awaiting: str) -> float:
+        """Return how much longer to wait; PeerLost if nothing has happened for too long."""
+        now_s = time.monotonic()
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        left_s = self._idle_since_s + self._timeout_s - now_s
+        if left_s <= 0:
+            rank = self._rank_at(self._schedule.stage_map.stages_of(self._schedule.rank)[0])
+            others = () if self._transport is None else self._transport.peers
+            raise silence(rank, others, self._timeout_s, awaiting)
+        return left_s
 
     def _end_reductions(self) -> None:
         for action in list(self._reducing):
-            if self._worker.is_reduced(action):
-                self._reducing.remove(action)
-                self._schedule.on_finish(action)
+            try:
+                if not self._worker.is_reduced(action):
+                    continue
+            except CommError:
+                raise
+            except Exception as error:
+                raise named(error, action, self._rank_at(action.stage)) from error
+            self._idle_since_s = None
+            self._reducing.remove(action)
+            self._schedule.on_finish(action)
 
     def take(self, arrival: Arrival) -> None:
         """Hand a message to whom it concerns: the schedule, or the worker."""
         header = arrival.header
         if header.kind == ERROR_KIND:
-            raise PipelineError(bytes(arrival.tensor.tolist()).decode())
+            raise told_error(arrival)
+        self._idle_since_s = None
         kind = _KINDS.get(header.kind)
+        if header.kind == PREDICT_KIND:
+            self._to_predict[header.stage, header.microbatch] = arrival.tensor
+            if self._forwards is not None:
+                self._forwards.on_arrival(Message(FORWARD, header.stage, header.microbatch, 0))
+            return
         if kind is None:
             if not self._worker.take(arrival):
                 raise ProtocolError(
                     f"rank {arrival.source} sent {header}, which no stage of this rank awaits"
                 )
             return
-        self._payloads[kind, header.stage, header.microbatch] = arrival.tensor
         message = Message(kind, header.stage, header.microbatch, header.version)
+        if not self._ledger.is_awaited(message):
+            raise ProtocolError(
+                f"rank {arrival.source} sent {header}, which no stage of this rank awaits: it has "
+                f"come before, or belongs elsewhere"
+            )
+        self._payloads[kind, header.stage, header.microbatch] = arrival.tensor
         self._schedule.on_arrival(message)
-
-    def _tell(self, error: Exception) -> None:
-        """Let every rank of the pipeline know what happened here; it would wait in vain."""
-        if self._transport is None or isinstance(error, CommError):
-            return  # a lost peer shows itself to everybody
-        text = str(error) if isinstance(error, GanglionError) else repr(error)
-        told = f"{text} (told by rank {self._transport.rank})".encode()
-        payload = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        for peer in self._transport.peers:
-            with contextlib.suppress(CommError):
-                self._transport.post(peer, ERROR_KIND, payload)
-        with contextlib.suppress(CommError):
-            self._transport.flush(_TELLING_S)

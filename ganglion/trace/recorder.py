@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +22,7 @@ from ganglion.trace.event import NONE, Event
 Clock = Callable[[], float]
 # An event without its rank, which is the recorder's.
 _Row = tuple[str, str, float, float, int, int, int, int, int, str, int, int]
+_OPTIONAL = tuple(Event._field_defaults.items())
 
 
 class Recorder:
@@ -93,8 +95,7 @@ class Recorder:
 
     def drain_to(self, file: TextIO) -> None:
         """Append all events to a file as JSON lines and forget them."""
-        for event in self.events():
-            file.write(event_to_json(event) + "\n")
+        file.writelines(event_to_json(event) + "\n" for event in self.events())
         self._rows.clear()
 
     def _event(self, row: _Row) -> Event:
@@ -108,9 +109,16 @@ class Recorder:
 
 def event_to_json(event: Event) -> str:
     """Return one line of JSON that leaves out fields without meaning."""
-    absent = Event._field_defaults
-    record = event._asdict().items()
-    return json.dumps({key: v for key, v in record if key not in absent or v != absent[key]})
+    # Put together by hand: a general encoder takes nearly twice as long, and a step waits for it.
+    rank, lane, kind, start_s, end_s, *others = event
+    found = [
+        f'{{"rank": {rank}, "lane": {_quoted(lane)}, "kind": {_quoted(kind)}, '
+        f'"start_s": {start_s!r}, "end_s": {end_s!r}'
+    ]
+    for value, (name, absent) in zip(others, _OPTIONAL, strict=True):
+        if value != absent:
+            found.append(f'"{name}": {_quoted(value) if isinstance(value, str) else value}')
+    return ", ".join(found) + "}"
 
 
 def read_events(path: Path) -> list[Event]:

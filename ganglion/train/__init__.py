@@ -6,6 +6,7 @@ from ganglion.train.loop import Observer, train
 from ganglion.train.observers import file_observers
 from ganglion.train.parallelize import parallelize
 from ganglion.train.run import Run
+from ganglion.train.saved import with_saved_cut
 
 __all__ = [
     "Job",
@@ -17,4 +18,5 @@ __all__ = [
     "file_observers",
     "parallelize",
     "train",
+    "with_saved_cut",
 ]

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ganglion.comm import Group, Transport, World, plain_group
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientBuckets
 from ganglion.pipeline import (
     Engine,
+    ErrorFeedback,
     Stage,
     StageSettings,
     WeightVersions,
     defer_weight_gradients,
 )
 from ganglion.plan import Plan
-from ganglion.schedules import RankSchedule, make_schedule
+from ganglion.schedules import RankSchedule, planned_options, planned_schedule
 from ganglion.topology import Coordinates
+from ganglion.train.block_costs import agreed_costs, guessed_costs, measured_costs
 from ganglion.train.cutting import Cut, cut_model, serial_names
 from ganglion.train.device import peak_bytes
 from ganglion.train.exchange import Exchange
 from ganglion.train.learning_rate import RateSetter
 from ganglion.train.optimizers import build_optimizers
 from ganglion.train.parts import Held, RunRequest
-from ganglion.train.pipelined import PipelineExecutor
+from ganglion.train.pipelined import PipelineExecutor, StageAt
 from ganglion.train.stage_worker import StagePart, StageWorker, Tie
-
-NEVER_FLUSHING = ("two_bw", "stash")
 
 
 def assemble(request: RunRequest, rate: RateSetter) -> Held:
     """Build the pipeline rank of this process; all ranks do so at the same time."""
     plan, world = request.plan, request.world
-    schedule = make_schedule(plan.schedule, world.coordinates.pipe, plan.pipe)
+    schedule = planned_schedule(plan, world.coordinates.pipe, request.schedules)
     if plan.schedule == "stash" and request.max_grad_norm > 0:
         raise ConfigError(
             f"optimizer.max_grad_norm = {request.max_grad_norm} needs the gradients of all stages "
@@ -49,40 +50,44 @@ def assemble(request: RunRequest, rate: RateSetter) -> Held:
     for number in stages:
         parts[number] = _part(number, request, schedule, cut, rank_at, group, parts.values())
     optimizers = [optimizer for part in parts.values() for optimizer in part.optimizers]
-    executor = _executor(request, schedule, parts, transport, rank_at, rate)
+    # Replicas meet in reductions only; what fails in one must reach the others before.
+    has_siblings = plan.pipe > 1 and plan.data > 1
+    siblings = world.open_transport("data") if has_siblings else None
+    executor = _executor(request, schedule, parts, (transport, siblings), rank_at, rate)
     return Held(
         executor=executor,
         parameters={name: p for part in parts.values() for name, p in part.parameters.items()},
         optimizers=optimizers,
+        feedback=_feedback(parts.values()) if request.error_feedback else None,
         block_names=tuple(name for number in stages for name in cut.stages[number]),
+        plan=_as_decided(request, cut),
     )
 
 
 def _costs(request: RunRequest) -> list[float]:
-    """Return what each block costs, roughly: its parameters, and something for being a block.
+    """Return what each block costs: measured, if there is something to measure with."""
+    blocks, sample = request.blocks, request.sample
+    if sample is None or request.plan.stage_boundaries:
+        return guessed_costs(blocks)
 
-    An embedding is a lookup and costs next to nothing.
-    """
-    return [
-        1.0
-        + sum(
-            p.numel()
-            for module in block.modules()
-            if not isinstance(module, nn.Embedding)
-            for p in module.parameters(recurse=False)
-        )
-        for block in request.blocks.values()
-    ]
+    def measure() -> list[float]:
+        return measured_costs(blocks, request.loss_fn, sample, request.autocast)
+
+    return agreed_costs(request.world, measure, len(blocks))
+
+
+def _as_decided(request: RunRequest, cut: Cut) -> Plan:
+    """Return the plan with what it left open: a resumed run cuts at the same places."""
+    limit = planned_options(request.plan, request.schedules).limit or 0
+    return dataclasses.replace(request.plan, stage_boundaries=cut.boundaries, limit=limit)
 
 
 def _rank_at(world: World, schedule: RankSchedule) -> Callable[[int], int]:
-    at = world.coordinates
-
-    def rank_at(stage: int) -> int:
-        pipe = schedule.stage_map.rank_of(stage)
-        return world.mesh.rank(Coordinates(data=at.data, pipe=pipe, x=at.x, y=at.y, z=at.z))
-
-    return rank_at
+    at, stage_map = world.coordinates, schedule.stage_map
+    pipes = map(stage_map.rank_of, range(stage_map.num_stages))
+    places = (Coordinates(data=at.data, pipe=pipe, x=at.x, y=at.y, z=at.z) for pipe in pipes)
+    ranks = [world.mesh.rank(place) for place in places]  # found once: every message asks
+    return ranks.__getitem__
 
 
 def _part(
@@ -100,7 +105,7 @@ def _part(
     named = serial_names(request.blocks, cut.stages[number])
     parameters = {name: p for name, p in named.items() if name not in taken}
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-    num_kept = _versions_kept(request.plan, schedule)
+    num_kept = _versions_kept(request, schedule)
     versions = WeightVersions(trainable, num_kept) if num_kept > 1 and trainable else None
     num_sets = max(1, num_kept)
     buckets = GradientBuckets(
@@ -119,18 +124,22 @@ def _part(
         buckets=buckets,
         optimizers=build_optimizers(request.optimizer_factory, optimized) if optimized else [],
         versions=versions,
+        feedback=ErrorFeedback(versions) if versions and request.error_feedback else None,
         ties=_ties(number, cut, parameters, rank_at),
         num_sets=num_sets,
     )
 
 
-def _versions_kept(plan: Plan, schedule: RankSchedule) -> int:
-    """Return how many versions a stage needs room for."""
-    if plan.schedule == "stash":
-        probe = make_schedule("stash", schedule.rank, plan.pipe)
-        probe.admit(plan.num_microbatches)
-        return max(2, probe.version_bound)
-    return schedule.version_bound
+def _feedback(parts: Iterable[StagePart]) -> dict[str, Tensor]:
+    """Return what error feedback remembers in all stages of this rank."""
+    return {n: t for p in parts if p.feedback is not None for n, t in p.feedback.previous.items()}
+
+
+def _versions_kept(request: RunRequest, schedule: RankSchedule) -> int:
+    """Return how many versions a stage needs room for; the bound may depend on the batch."""
+    probe = planned_schedule(request.plan, schedule.rank, request.schedules)
+    probe.admit(request.plan.num_microbatches)
+    return probe.version_bound if schedule.flushes else max(2, probe.version_bound)
 
 
 def _settings(
@@ -173,14 +182,23 @@ def _ties(
     return tuple(ties)
 
 
+def _lag(plan: Plan) -> int:
+    """Return how many batches enter before the first is back, so that no forward misses its turn.
+
+    The first stage wants microbatch k + pipe once microbatch k is back.
+    """
+    return (plan.num_microbatches - 1 + plan.pipe) // plan.num_microbatches
+
+
 def _executor(
     request: RunRequest,
     schedule: RankSchedule,
     parts: Mapping[int, StagePart],
-    transport: Transport | None,
+    transports: tuple[Transport | None, Transport | None],
     rank_at: Callable[[int], int],
     rate: RateSetter,
 ) -> PipelineExecutor:
+    transport, siblings = transports
     rates: dict[int, float] = {}
 
     def set_rate(step: int) -> float:
@@ -191,10 +209,18 @@ def _executor(
         return float(executor.stop_requested), float(peak_bytes(request.device))
 
     stage_map = schedule.stage_map
-    loss_pipe = stage_map.rank_of(stage_map.num_stages - 1)
-    exchange = Exchange(request.world, own_numbers, loss_pipe=loss_pipe)
+    last = StageAt(stage_map.num_stages - 1, stage_map.rank_of(stage_map.num_stages - 1))
+    exchange = Exchange(request.world, own_numbers, loss_pipe=last.pipe)
     worker = StageWorker(parts, exchange, transport, set_rate, request.max_grad_norm)
-    engine = Engine(schedule, transport, rank_at, worker, request.recorder, request.timeout_s)
+    engine = Engine(
+        schedule,
+        transport,
+        rank_at,
+        worker,
+        request.recorder,
+        request.timeout_s,
+        siblings=siblings,
+    )
     executor = PipelineExecutor(
         request.plan,
         request.world,
@@ -202,12 +228,10 @@ def _executor(
         worker,
         parts,
         exchange,
-        transport,
         request.recorder,
-        rank_at=rank_at,
         current_lr=lambda step: rates.pop(step),
         device=request.device,
-        lag=1 if request.plan.schedule in NEVER_FLUSHING else 0,
-        timeout_s=request.timeout_s,
+        lag=0 if schedule.flushes else _lag(request.plan),
+        last=last,
     )
     return executor

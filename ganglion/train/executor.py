@@ -5,18 +5,20 @@ A batch goes in, outcomes come out: at once, or a batch later under a schedule t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 Batch = tuple[Tensor, Tensor]
+# What a rank trains on in a step: a batch to be cut into microbatches, or the microbatches.
+Share = Batch | Sequence[Batch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one update did; equal on every rank."""
+    """What one update did; equal on every rank, but for when it ended on this rank's clock."""
 
     step: int
     loss: float
@@ -24,6 +26,7 @@ class StepResult:
     lr: float
     peak_bytes: int
     stop_requested: bool
+    finished_s: float
 
 
 class Executor(Protocol):
@@ -32,7 +35,7 @@ class Executor(Protocol):
     def begin_at(self, step: int) -> None:
         """Say that `step` updates have been made: a resumed run."""
 
-    def train(self, batch: Batch) -> Iterator[StepResult]:
+    def train(self, batch: Share) -> Iterator[StepResult]:
         """Let a batch enter and yield the results that are there, in order of their steps."""
 
     def drain(self) -> Iterator[StepResult]:
@@ -41,10 +44,16 @@ class Executor(Protocol):
     def older_weights(self) -> dict[str, Tensor]:
         """Return weights that are not the newest but still needed, by name, to save and load."""
 
-    def evaluate(self, batch: Batch) -> float | None:
+    def evaluate(self, batch: Share) -> float | None:
         """Return the mean loss of this rank's share of a batch, if it is known here.
 
         Nothing may be in flight.
+        """
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Return what the newest weights make of some inputs; nothing may be in flight.
+
+        All ranks call it with the same inputs and get the same outputs.
         """
 
     def request_stop(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from ganglion.trace import StepMetrics
 from ganglion.train.executor import StepResult
 from ganglion.train.job import Job, is_due
+from ganglion.train.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
     run = job.run
     logger.info("training from step %d to %d", run.step, job.last_step)
     batches = run.batches(job.source.train)
-    start_s = time.perf_counter()
+    watch = StepWatch()
     for result in run.steps(batches, until=job.last_step, drain_at=job.is_milestone):
-        step_s = time.perf_counter() - start_s
+        step_s = watch.step_s(result.finished_s)
         last = result.step == job.last_step
         interrupted = result.stop_requested and not last
         # Who asked to stop is waiting: save at once, and leave the evaluation out.
@@ -43,7 +43,7 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
         if interrupted:
             logger.info("stopped on request at step %d", run.step)
             return
-        start_s = time.perf_counter()
+        watch.pause_over()
 
 
 def _evaluate_if_due(job: Job, step: int, last: bool) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 
@@ -9,14 +10,17 @@ import torch
 from torch import nn
 
 from ganglion.comm import World, open_world, plain_group
+from ganglion.config import check_error_feedback
 from ganglion.data import share_index
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientReducer
 from ganglion.models import Blocks, LossFn, named_blocks, named_buffers, named_parameters
 from ganglion.plan import Plan
+from ganglion.schedules import BUILT_IN, Registry, check_planned, planned_schedule
 from ganglion.topology import read_launch
 from ganglion.trace import Recorder
-from ganglion.train.assemble import NEVER_FLUSHING, assemble
+from ganglion.train.assemble import assemble
+from ganglion.train.block_costs import Sample
 from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
@@ -36,6 +40,7 @@ def parallelize(
     plan: Plan,
     *,
     max_grad_norm: float = 0.0,
+    error_feedback: bool = False,
     lr_factor: LrFactor = constant,
     seed: int = 0,
     world: World | None = None,
@@ -44,16 +49,25 @@ def parallelize(
     overlap: bool = True,
     bucket_mib: float = 25.0,
     timeout_s: float = 300.0,
+    sample: Sample | None = None,
+    schedules: Registry = BUILT_IN,
 ) -> Run:
     """Return a run that trains `blocks`, in order, under `plan`.
 
     Call it on every process, alone or under torchrun or srun. `loss_fn(output, target)` returns
     the mean loss of a microbatch. `optimizer_factory` gets (name, parameter) pairs after the model
     has been placed. The learning rate of update `step` is the optimizer's own times
-    `lr_factor(step)`. Without a `world`, the other processes are met through the launcher's
-    environment.
+    `lr_factor(step)`. `error_feedback` corrects updates from late gradients (schedule two_bw).
+    Without a `world`, the other processes are met through the launcher's
+    environment. With a `sample`, the inputs and targets of one microbatch, the blocks are measured
+    and the stages of a pipeline cut so that each takes equally long; without, by their weights.
+    `schedules` knows the plan's schedule by name, or else the plan refers to it as
+    "package.module:name".
     """
     plan.require_built()
+    plan = dataclasses.replace(plan, schedule=schedules.canonical(plan.schedule))
+    check_planned(plan, schedules)
+    check_error_feedback(error_feedback, plan, schedules)
     launch = read_launch(os.environ)
     world = open_world(launch, plan.mesh(), timeout_s=timeout_s) if world is None else world
     device = pick_device(launch.local_rank) if device is None else device
@@ -65,6 +79,7 @@ def parallelize(
         loss_fn=loss_fn,
         optimizer_factory=optimizer_factory,
         plan=plan,
+        schedules=schedules,
         world=world,
         device=device,
         recorder=recorder,
@@ -72,7 +87,9 @@ def parallelize(
         autocast=lambda: autocast(plan.precision, device),
         bucket_bytes=int(bucket_mib * MIB),
         max_grad_norm=max_grad_norm,
+        error_feedback=error_feedback,
         timeout_s=timeout_s,
+        sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
     )
     return _build(request, lr_factor, overlap, seed)
 
@@ -82,18 +99,19 @@ def _build(request: RunRequest, lr_factor: LrFactor, overlap: bool, seed: int) -
     _same_start(request)
     plan, rate = request.plan, RateSetter(lr_factor)
     # One stage that flushes is plain training; one that does not has a delay of its own.
-    whole = plan.pipe == 1 and plan.schedule not in NEVER_FLUSHING
+    whole = plan.pipe == 1 and planned_schedule(plan, 0, request.schedules).flushes
     held = _replica(request, rate, overlap) if whole else assemble(request, rate)
     rate.take(held.optimizers)
     return Run(
         RunParts(
-            plan=plan,
+            plan=held.plan,
             world=request.world,
             device=request.device,
             parameters=held.parameters,
             buffers=named_buffers({name: request.blocks[name] for name in held.block_names}),
             executor=held.executor,
             optimizers=held.optimizers,
+            feedback=held.feedback,
             recorder=request.recorder,
             seed=seed,
         )
@@ -130,6 +148,7 @@ def _replica(request: RunRequest, rate: RateSetter, overlap: bool) -> Held:
         parameters=parameters,
         optimizers=optimizers,
         block_names=tuple(request.blocks),
+        plan=plan,
     )
 
 

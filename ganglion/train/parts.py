@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from ganglion.comm import World
 from ganglion.models import LossFn
 from ganglion.plan import Plan
+from ganglion.schedules import Registry
 from ganglion.trace import Recorder
+from ganglion.train.block_costs import Sample
 from ganglion.train.executor import Executor
 from ganglion.train.optimizers import OptimizerFactory
 from ganglion.train.random_stream import RandomStream
@@ -21,7 +23,10 @@ from ganglion.train.random_stream import RandomStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """Everything a run holds; parameters and buffers go by their serial names."""
+    """Everything a run holds; parameters and buffers go by their serial names.
+
+    `feedback` is what error feedback remembers, also by name; None without it.
+    """
 
     plan: Plan
     world: World
@@ -30,6 +35,7 @@ class RunParts:
     buffers: Mapping[str, Tensor]
     executor: Executor
     optimizers: Sequence[Optimizer]
+    feedback: Mapping[str, Tensor] | None
     recorder: Recorder
     seed: int
 
@@ -47,6 +53,7 @@ class RunRequest:
     loss_fn: LossFn
     optimizer_factory: OptimizerFactory
     plan: Plan
+    schedules: Registry
     world: World
     device: torch.device
     recorder: Recorder
@@ -54,7 +61,9 @@ class RunRequest:
     autocast: Callable[[], AbstractContextManager[object]]
     bucket_bytes: int
     max_grad_norm: float
+    error_feedback: bool
     timeout_s: float
+    sample: Sample | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,4 +73,6 @@ class Held:
     executor: Executor
     parameters: dict[str, nn.Parameter]
     optimizers: list[Optimizer]
+    feedback: dict[str, Tensor] | None = None
     block_names: tuple[str, ...]
+    plan: Plan  # with the cut that was made

@@ -1,26 +1,37 @@
 """The executor of plans with a pipeline: stages on several ranks, batches that enter and results.
 
 Under a schedule that flushes, a batch is trained to its end before the next enters. Under one that
-never does, the next batch enters while the last is on its way, and results lag by one.
+never does, the next batches enter while the last is on its way, and results lag behind.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ganglion.comm import Transport, World
+from ganglion.comm import World, broadcast_tensor
 from ganglion.models import evaluation_mode
 from ganglion.pipeline import Engine
 from ganglion.plan import Plan
+from ganglion.schedules.action import Action
 from ganglion.trace import COMPUTE, Recorder
 from ganglion.train.exchange import Exchange
-from ganglion.train.executor import Batch, StepResult
+from ganglion.train.executor import Share, StepResult
 from ganglion.train.microbatches import cut_batch
-from ganglion.train.stage_worker import EVALUATED, StagePart, StageWorker
+from ganglion.train.stage_worker import StagePart, StageWorker
+
+
+@dataclass(frozen=True, slots=True)
+class StageAt:
+    """A stage and the pipe coordinate that holds it."""
+
+    stage: int
+    pipe: int
 
 
 class PipelineExecutor:
@@ -34,31 +45,28 @@ class PipelineExecutor:
         worker: StageWorker,
         parts: Mapping[int, StagePart],
         exchange: Exchange,
-        transport: Transport | None,
         recorder: Recorder,
         *,
-        rank_at: Callable[[int], int],
         current_lr: Callable[[int], float],
         device: torch.device,
         lag: int,
-        timeout_s: float,
+        last: StageAt,
     ) -> None:
-        """Join the parts; results come `lag` batches after their batch."""
+        """Join the parts; results come `lag` batches after their batch, losses from `last`."""
         self._plan = plan
         self._world = world
         self._engine = engine
         self._worker = worker
         self._parts = parts
         self._exchange = exchange
-        self._transport = transport
         self._recorder = recorder
-        self._rank_at = rank_at
         self._current_lr = current_lr
         self._device = device
         self._lag = lag
-        self._timeout_s = timeout_s
+        self._last = last
         self._num_admitted = 0
         self._num_microbatches = 0
+        self._num_predicted = 0
         self._pending: deque[int] = deque()
         self._stop = False
 
@@ -76,7 +84,7 @@ class PipelineExecutor:
             if part.versions is not None:
                 part.versions.restart(step)
 
-    def train(self, batch: Batch) -> Iterator[StepResult]:
+    def train(self, batch: Share) -> Iterator[StepResult]:
         """Let a batch enter and yield the results that are there."""
         step, first = self._num_admitted, self._num_microbatches
         self._recorder.step = step
@@ -109,29 +117,29 @@ class PipelineExecutor:
         """Ask all ranks to stop."""
         self._stop = True
 
-    def evaluate(self, batch: Batch) -> float | None:
+    def evaluate(self, batch: Share) -> float | None:
         """Return the mean loss of the share, on the rank that holds the last stage."""
-        assert not self._pending, "drained before"
-        losses = []
-        modules = [block for part in self._parts.values() for block in part.stage.blocks]
-        with evaluation_mode(modules), self._recorder.span(COMPUTE, "evaluate"):
-            for number, (inputs, target) in enumerate(cut_batch(batch, self._plan, self._device)):
-                losses.append(self._evaluate_one(number, inputs, target))
-        known = [loss for loss in losses if loss is not None]
-        return sum(known) / len(known) if known else None
+        microbatches = list(cut_batch(batch, self._plan, self._device))
+        losses = [float(loss) for loss in self._forwards(microbatches)]
+        return sum(losses) / len(losses) if losses else None
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Return what the model makes of some inputs, on every rank of the pipeline."""
+        found = self._forwards([(inputs.to(self._device), None)])
+        group = self._world.group("pipe")
+        return broadcast_tensor(group, found[0] if found else None, self._last.pipe, self._device)
 
     def close(self) -> None:
-        """Close the transport and let go of the gradients."""
+        """Close the transports and let go of the gradients."""
         for part in self._parts.values():
             part.buckets.close()
-        if self._transport is not None:
-            self._transport.close()
+        self._engine.close()
 
     # --- parts ---------------------------------------------------------------------------------
 
     def _finish_next(self) -> StepResult:
         step = self._pending[0]
-        self._engine.run_until(step + 1)
+        self._engine.run_until(step + 1, lambda: self._exchange.is_done(step))
         self._pending.popleft()
         loss, norm, stop, peak_bytes = self._exchange.take(step)
         return StepResult(
@@ -141,31 +149,29 @@ class PipelineExecutor:
             lr=self._current_lr(step),
             peak_bytes=peak_bytes,
             stop_requested=stop,
+            finished_s=time.perf_counter(),
         )
 
-    def _evaluate_one(self, number: int, inputs: Tensor, target: Tensor) -> float | None:
-        """Run one microbatch through the stages of this rank, in the order of the model."""
-        last = max(part.stage.num_stages for part in self._parts.values()) - 1
-        result: float | None = None
-        for stage, part in sorted(self._parts.items()):
-            hidden = inputs if stage == 0 else self._receive(stage, number)
-            part.select(0 if part.versions is None else part.versions.newest)
-            output = part.stage.evaluate(hidden, target if stage == last else None)
-            if stage == last:
-                result = float(output)
-            else:
-                self._post(stage + 1, number, output)
-        return result
+    def _forwards(self, microbatches: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        """Take microbatches through the pipeline; return losses, or outputs, where it ends."""
+        assert not self._pending, "drained before"
+        first = self._num_predicted
+        numbers = range(first, first + len(microbatches))
+        self._num_predicted = numbers.stop
+        results: list[Tensor] = []
 
-    def _receive(self, stage: int, number: int) -> Tensor:
-        """Wait for activations; they may have come while this rank was still training."""
-        while (stage, number) not in self._worker.evaluated:
-            assert self._transport is not None
-            awaiting = "activations to evaluate"
-            self._engine.take(self._transport.receive(self._timeout_s, awaiting))
-        return self._worker.evaluated.pop((stage, number))
+        def predict(action: Action, hidden: Tensor | None) -> Tensor | None:
+            inputs, target = microbatches[action.index - first]
+            is_last = action.stage == self._last.stage
+            found = self._worker.predict(
+                action, inputs if hidden is None else hidden, target if is_last else None
+            )
+            if not is_last:
+                return found
+            results.append(found)
+            return None
 
-    def _post(self, stage: int, number: int, output: Tensor) -> None:
-        assert self._transport is not None
-        target = self._rank_at(stage)
-        self._transport.post(target, EVALUATED, output, stage=stage, microbatch=number)
+        modules = [block for part in self._parts.values() for block in part.stage.blocks]
+        with evaluation_mode(modules), self._recorder.span(COMPUTE, "evaluate"):
+            self._engine.run_forwards(numbers, predict)
+        return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from ganglion.comm import World
 from ganglion.gradients import GradientReducer, clip_by_norm, global_norm
 from ganglion.trace import COMPUTE, HOST, Recorder
 from ganglion.train.device import peak_bytes
-from ganglion.train.executor import Batch, StepResult
+from ganglion.train.executor import Share, StepResult
 from ganglion.train.replica import Replica
 
 SetLr = Callable[[int], float]
@@ -49,7 +50,7 @@ class ReplicaExecutor:
         """Say that `step` updates have been made."""
         self._step = step
 
-    def train(self, batch: Batch) -> Iterator[StepResult]:
+    def train(self, batch: Share) -> Iterator[StepResult]:
         """Train on a batch and yield its result."""
         step = self._step
         self._recorder.step = step
@@ -70,9 +71,13 @@ class ReplicaExecutor:
         """Return nothing: only the newest weights are needed."""
         return {}
 
-    def evaluate(self, batch: Batch) -> float | None:
+    def evaluate(self, batch: Share) -> float | None:
         """Return the mean loss of this rank's share of a batch."""
         return float(self._replica.evaluate(batch))
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Return what the newest weights make of some inputs."""
+        return self._replica.outputs(inputs)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop."""
@@ -101,4 +106,5 @@ class ReplicaExecutor:
             lr=lr,
             peak_bytes=int(table[:, 2].max()),
             stop_requested=bool(table[:, 1].any()),
+            finished_s=time.perf_counter(),
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from ganglion.checkpoint import JSON
 from ganglion.data import Batches, MapDataset, Sampler, share_index
 from ganglion.trace import COMPUTE, HOST
-from ganglion.train.executor import Batch, StepResult
+from ganglion.train.executor import Share, StepResult
 from ganglion.train.parts import RunParts
 from ganglion.train.saved import load_run, save_run
 
@@ -39,7 +39,7 @@ class Run:
 
     def steps(
         self,
-        batches: Iterable[Batch],
+        batches: Iterable[Share],
         until: int | None = None,
         *,
         drain_at: Callable[[int], bool] = lambda step: False,
@@ -47,7 +47,10 @@ class Run:
         """Train on each batch and yield its result; stop when `step` reaches `until`.
 
         A batch is this rank's share: (inputs, targets) of microbatch_size * num_microbatches
-        samples. Results may come later than their batches under plans that never flush; a step
+        samples; or a list of num_microbatches pairs (inputs, targets), which may differ in shape,
+        such as sequences padded to the longest of their microbatch. The loss of a step is the mean
+        of its microbatches' losses: each counts the same, however many samples or tokens it has.
+        Results may come later than their batches under plans that never flush; a step
         for which `drain_at` says yes is finished before the next batch enters, so that it can be
         evaluated or saved by itself.
         """
@@ -86,6 +89,17 @@ class Run:
         known = [loss for loss in losses if loss is not None]
         table = self.world.gather_numbers([sum(known), len(known)])
         return float(table[:, 0].sum() / table[:, 1].sum())
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Return what the model makes of some inputs, with the newest weights and no dropout.
+
+        Called by all ranks with the same inputs; all get the same outputs, also those that hold
+        only a stage. A `model` for `ganglion.models.generate`:
+
+            generate(run.outputs, prompt, 100, seq_len=128)
+        """
+        self.drain()
+        return self._parts.executor.outputs(inputs)
 
     def drain(self) -> None:
         """Finish what is in flight, so that weights and buffers are those of `step`.

@@ -3,7 +3,8 @@
     forward, backward, weight    select the weights of the microbatch, run the stage
     reduce                       sum tied gradients, then all gradients over the replicas, then
                                  exchange norm and loss with everybody
-    update                       clip by the global norm, make the next weights
+    update                       clip by the global norm, make the next weights, correct them if
+                                 error feedback is on
 
 Gradients of a batch that is being reduced and those of the next one live in different sets, so a
 pipeline that never flushes accumulates into one while the other travels.
@@ -20,11 +21,11 @@ from torch.optim import Optimizer
 
 from ganglion.comm import Arrival, Transport
 from ganglion.gradients import GradientBuckets, clip_by_norm
-from ganglion.pipeline import Stage, WeightVersions
+from ganglion.pipeline import ErrorFeedback, Stage, WeightVersions
 from ganglion.schedules.action import Action
 from ganglion.train.exchange import Exchange
 
-TIED, EVALUATED = "tied", "evaluated"
+TIED = "tied"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class StagePart:
     buckets: GradientBuckets
     optimizers: Sequence[Optimizer]
     versions: WeightVersions | None
+    feedback: ErrorFeedback | None = None
     ties: tuple[Tie, ...] = ()
     num_sets: int = 1
 
@@ -77,8 +79,6 @@ class StageWorker:
         self._set_lr = set_lr
         self._max_grad_norm = max_grad_norm
         self._inputs: dict[int, Tensor] = {}
-        # Activations to evaluate, by stage and microbatch: the stage before may be ahead.
-        self.evaluated: dict[tuple[int, int], Tensor] = {}
         # Tied gradients of other ranks, by batch, rank and the number of the tie.
         self._tied: dict[tuple[int, int, int], Tensor] = {}
         self._batch_of: dict[int, int] = {}
@@ -111,6 +111,12 @@ class StageWorker:
     def weight(self, action: Action, version: int) -> None:
         """Run the weight half of a backward."""
         self._prepared(action, version).stage.weight(action.index)
+
+    def predict(self, action: Action, hidden: Tensor, target: Tensor | None) -> Tensor:
+        """Run a forward with the newest weights, remembering nothing; with a target, the loss."""
+        part = self._parts[action.stage]
+        part.select(0 if part.versions is None else part.versions.newest)
+        return part.stage.evaluate(hidden, target)
 
     def _prepared(self, action: Action, version: int) -> StagePart:
         """Select weights and gradients of a microbatch; the first of a batch finds zeros.
@@ -157,13 +163,12 @@ class StageWorker:
         return self._is_exchanged(action.stage, batch)
 
     def take(self, arrival: Arrival) -> bool:
-        """Take a tied gradient of another stage, or activations to evaluate."""
+        """Take a tied gradient of another stage."""
         header = arrival.header
-        if header.kind == EVALUATED:
-            self.evaluated[header.stage, header.microbatch] = arrival.tensor
-        elif header.kind == TIED:
-            self._tied[header.step, arrival.source, header.microbatch] = arrival.tensor
-        return header.kind in (EVALUATED, TIED)
+        if header.kind != TIED:
+            return False
+        self._tied[header.step, arrival.source, header.microbatch] = arrival.tensor
+        return True
 
     def _sum_ties(self, part: StagePart, batch: int) -> bool:
         """Add the partner's gradients, if they have come, in the order of the stages."""
@@ -213,6 +218,8 @@ class StageWorker:
             part.versions.take_gradients()
         for optimizer in part.optimizers:
             optimizer.step()
+        if part.feedback is not None:
+            part.feedback.correct()
         if part.versions is not None:
             part.versions.end_update()
         self._forget(action.stage, batch)

@@ -88,5 +88,7 @@ def test_pipe_by_data_trains_and_the_whole_model_is_written(tmp_path: Path) -> N
     losses = [record["loss"] for record in metrics_of(tmp_path / "run")]
     assert len(losses) == 8 and losses[-1] < losses[0]
     assert "4 processes (data=2 x pipe=2)" in result.stdout
+    assert "steps 4 to 8, two_bw" in result.stdout
+    assert (tmp_path / "run" / "prediction.json").exists()
     names = set(load_file(tmp_path / "run" / "model.safetensors"))
     assert {"embedding.tokens.weight", "layers.1.mlp.up.weight", "head.norm.weight"} <= names

@@ -55,6 +55,7 @@ def test_the_surface_is_pinned() -> None:
         "gradients",
         "load",
         "model_tensors",
+        "outputs",
         "request_stop",
         "save",
         "steps",

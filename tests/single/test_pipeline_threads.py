@@ -14,12 +14,27 @@ from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
 from ganglion.comm import Faults, World, run_threads
-from ganglion.errors import PipelineError
 from ganglion.models import cross_entropy
 from ganglion.trace import Event, Recorder
-from tests.serial import TOLERANCE, History, assert_same_by_name, copies, train_serially
+from tests.serial import (
+    TOLERANCE,
+    History,
+    assert_same_by_name,
+    copies,
+    load_weights,
+    train_delayed,
+    train_serially,
+)
 from tests.simulated import run as simulated
-from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of, train_parallel
+from tests.training import (
+    FACTORIES,
+    OPTIMIZERS,
+    Case,
+    make_batches,
+    make_model,
+    share_of,
+    train_parallel,
+)
 
 FLUSHING = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "message_driven")
 CASE = Case(num_steps=5, global_batch_size=16)
@@ -133,7 +148,7 @@ def test_two_parameters_tied_between_the_same_stages() -> None:
 
     def body(world: World) -> History:
         mine = blocks().double()
-        _load(dict(mine.named_parameters()), start)
+        load_weights(dict(mine.named_parameters()), start)
         run = parallelize(mine, cross_entropy, OPTIMIZERS["sgd"], plan, world=world)
         history = History()
         for result in run.steps(share_of(batch, world, plan) for batch in make_batches(case)):
@@ -167,30 +182,14 @@ def test_clipping_by_the_global_norm(max_grad_norm: float, dtype: torch.dtype) -
 
 
 def delayed(case: Case) -> History:
-    """2BW written out: batch t computes its gradients with the weights after max(t - 1, 0)."""
-    model = make_model(case)
-    named = dict(model.named_parameters())
-    optimizer = OPTIMIZERS[case.optimizer](list(model.named_parameters()))
-    versions, history = [copies(named)], History()
-    for step, (inputs, targets) in enumerate(make_batches(case)):
-        _load(named, versions[max(step - 1, 0)])
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
-        history.losses.append(loss.item())
-        history.norms.append(norm.item())
-        _load(named, versions[-1])
-        optimizer.step()
-        versions.append(copies(named))
-    history.weights = versions[-1]
-    return history
-
-
-@torch.no_grad()
-def _load(named: dict[str, nn.Parameter], weights: dict[str, Tensor]) -> None:
-    for name, parameter in named.items():
-        parameter.copy_(weights[name])
+    return train_delayed(
+        make_model(case),
+        cross_entropy,
+        FACTORIES[case.optimizer],
+        make_batches(case),
+        max_grad_norm=case.max_grad_norm,
+        error_feedback=case.error_feedback,
+    )
 
 
 def train_at_once(world: World, plan: Plan, case: Case) -> History:
@@ -214,15 +213,6 @@ def assert_equals_delayed(plan: Plan, case: Case, faults: Faults | None = None) 
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE[case.dtype][0])
     assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE[case.dtype][0])
     assert_same_by_name(found.weights, expected.weights)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("pipe", [2, 3, 4])
-@pytest.mark.parametrize("more", ["d", "d+1", "2d"])
-def test_two_bw_equals_the_delay_written_out(optimizer: str, pipe: int, more: str) -> None:
-    m = {"d": pipe, "d+1": pipe + 1, "2d": 2 * pipe}[more]
-    case = dataclasses.replace(CASE, optimizer=optimizer, global_batch_size=2 * m, num_steps=6)
-    assert_equals_delayed(plan_for(case, "two_bw", pipe, 1, m), case)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
@@ -266,12 +256,12 @@ def stashed(case: Case, pipe: int, m: int, boundary: int) -> History:
         pairs = zip(inputs.chunk(m), targets.chunk(m), strict=True)
         for number, (part, target) in enumerate(pairs, start=batch * m):
             chosen = {n: versions[s][used[s, number]][n] for n, s in stage_of.items()}
-            _load(named, chosen)
+            load_weights(named, chosen)
             loss = cross_entropy(model(part), target)
             (loss / m).backward()
             losses.append(loss.item())
         history.losses.append(sum(losses) / m)
-        _load(named, {n: versions[s][-1][n] for n, s in stage_of.items()})
+        load_weights(named, {n: versions[s][-1][n] for n, s in stage_of.items()})
         optimizer.step()
         for stage in range(pipe):
             versions[stage].append(copies(named))
@@ -320,48 +310,3 @@ def test_the_trace_has_the_step_of_every_action_and_message() -> None:
         assert {e.kind for e in numbered} >= {"forward", "backward"}
         assert all(e.step == e.microbatch // 4 for e in numbered)
         assert all(e.stage in (0, 1) for e in numbered)
-
-
-# --- trouble -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("schedule", ["message_driven", "two_bw", "interleaved"])
-def test_delays_and_reordering_change_nothing(schedule: str, seed: int) -> None:
-    case = dataclasses.replace(CASE, num_steps=3)
-    plan = plan_for(case, schedule, 3, 1, 4)
-    faults = Faults(seed=seed, delay_s=0.003, reorder=schedule != "interleaved")
-    if schedule == "two_bw":
-        assert_equals_delayed(plan, case, faults)
-    else:
-        assert_equals(plan, case, serial(case), faults)
-
-
-def test_an_error_reaches_every_rank_and_names_where_it_happened() -> None:
-    case = CASE
-    plan = plan_for(case, "one_f_one_b", 2, 1, 4, stage_boundaries=(2,))
-    errors: dict[int, Exception] = {}
-
-    def body(world: World) -> None:
-        run = parallelize(
-            list(_failing_blocks(case)), cross_entropy, OPTIMIZERS["sgd"], plan, world=world
-        )
-        try:
-            list(run.steps([share_of(make_batches(case)[0], world, plan)]))
-        except PipelineError as error:
-            errors[world.rank] = error
-
-    run_threads(plan.mesh(), body, timeout_s=20.0)
-    assert set(errors) == {0, 1}
-    for error in errors.values():
-        assert "forward of stage 1, microbatch 0 failed on rank 1" in str(error)
-        assert "broken on purpose" in str(error)
-
-
-def _failing_blocks(case: Case) -> list[nn.Module]:
-    class Broken(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("broken on purpose")
-
-    blocks = list(make_model(case).blocks().values())  # type: ignore[operator]
-    return [*blocks[:3], Broken(), *blocks[3:]]
