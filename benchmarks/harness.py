@@ -8,6 +8,9 @@ a machine that drifts drifts for all. The JSON form is
 
 where `value` is the median, `low` and `high` are the quartiles, and a ratio above 1 means better
 than `ratio_to`.
+
+A turn is timed from its start to the end of its slowest process. It may return figures of its own,
+which `measure_figures` hands out.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -32,8 +36,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+# What a process has to say about a turn; the harness adds its SECONDS.
+Figures = Mapping[str, float]
+SECONDS = "seconds"
 # Builds a contestant inside one of its processes; returns what one timed turn calls.
-Build = Callable[..., Callable[[], None]]
+Build = Callable[..., Callable[[], Figures | None]]
 TURN_DEADLINE_S = 600.0
 
 
@@ -63,10 +70,14 @@ class Row:
 class Workers:
     """The processes of one contestant."""
 
-    def __init__(self, contestant: Contestant, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, contestant: Contestant, args: tuple[Any, ...], preloaded: Sequence[str] = ()
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         self._pipes: list[Connection] = []
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if preloaded else "spawn")
+        if preloaded:
+            context.set_forkserver_preload(list(preloaded))
         for rank in range(contestant.num_ranks):
             ours, theirs = context.Pipe()
             context.Process(
@@ -78,26 +89,26 @@ class Workers:
             self._pipes.append(ours)
         self._answers()
 
-    def turn(self) -> float:
-        """Run one turn on all processes; return its seconds."""
+    def turn(self) -> list[Figures]:
+        """Run one turn on all processes; return what each says about it."""
         for pipe in self._pipes:
             pipe.send("go")
-        return max(self._answers())
+        return self._answers()
 
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.send("end")
         self._folder.cleanup()
 
-    def _answers(self) -> list[float]:
+    def _answers(self) -> list[Figures]:
         answers = []
         for pipe in self._pipes:
             if not pipe.poll(TURN_DEADLINE_S):
                 raise TimeoutError(f"no answer within {TURN_DEADLINE_S} s")
-            answer = pipe.recv()
-            if isinstance(answer, str):
-                raise RuntimeError(answer)
-            answers.append(answer)
+            answers.append(pipe.recv())
+        errors = [answer for answer in answers if isinstance(answer, str)]
+        if errors:  # of all: the first to be read may only say that another one is gone
+            raise RuntimeError("\n".join(errors))
         return answers
 
 
@@ -109,14 +120,16 @@ def _serve(
         store = dist.FileStore(str(Path(folder) / "store"), contestant.num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=contestant.num_ranks)
         turn = contestant.build(*args)
-        pipe.send(0.0)
+        pipe.send({})
         while pipe.recv() == "go":
             dist.barrier()
             start_s = time.perf_counter()
-            turn()
+            figures = turn() or {}
             dist.barrier()
-            pipe.send(time.perf_counter() - start_s)
+            pipe.send({SECONDS: time.perf_counter() - start_s, **figures})
         dist.destroy_process_group()
+    except EOFError:
+        os._exit(1)  # nobody asks for turns any more: the benchmark ended early
     except Exception:
         pipe.send(traceback.format_exc())
 
@@ -125,16 +138,39 @@ def measure(
     contestants: Sequence[Contestant], args: tuple[Any, ...], rounds: int, warm_ups: int = 1
 ) -> dict[str, list[float]]:
     """Return the seconds of every contestant's turns, taken in interleaved rounds."""
-    workers = {c.name: Workers(c, args) for c in contestants}
-    seconds: dict[str, list[float]] = {c.name: [] for c in contestants}
+    figures = measure_figures(contestants, args, rounds, warm_ups)
+    return {
+        name: [max(said[SECONDS] for said in turn) for turn in turns]
+        for name, turns in figures.items()
+    }
+
+
+def measure_figures(
+    contestants: Sequence[Contestant],
+    args: tuple[Any, ...],
+    rounds: int,
+    warm_ups: int = 1,
+    *,
+    preloaded: Sequence[str] = (),
+    title: str = "",
+) -> dict[str, list[list[Figures]]]:
+    """Return what every process said about each turn: by name, then turn, then rank.
+
+    Processes import everything anew, or begin as forks of one that has imported the modules
+    `preloaded` and run nothing. With a `title`, the rounds are counted on the error output.
+    """
+    workers = {c.name: Workers(c, args, preloaded) for c in contestants}
+    figures: dict[str, list[list[Figures]]] = {c.name: [] for c in contestants}
     for number in range(warm_ups + rounds):
+        if title:
+            print(f"{title}: round {number + 1} of {warm_ups + rounds}", file=sys.stderr)
         for name, group in workers.items():
-            elapsed = group.turn()
+            said = group.turn()
             if number >= warm_ups:
-                seconds[name].append(elapsed)
+                figures[name].append(said)
     for group in workers.values():
         group.close()
-    return seconds
+    return figures
 
 
 def rate_rows(
@@ -162,9 +198,12 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """Read the options that every benchmark has."""
+def arguments(
+    description: str, add: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+) -> argparse.Namespace:
+    """Read the options that every benchmark has, and those that `add` adds."""
     parser = argparse.ArgumentParser(description=description)
+    add(parser)
     parser.add_argument("--json", action="store_true", help="print the JSON form, nothing else")
     parser.add_argument("--quick", action="store_true", help="a smaller model, under 90 s")
     parser.add_argument(
