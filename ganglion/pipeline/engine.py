@@ -13,6 +13,7 @@ for their action. What fails here is told to all ranks (`alarm`), and what they 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +43,9 @@ from ganglion.trace import HOST, Recorder
 FORWARD_KIND, BACKWARD_KIND = "forward", "backward"
 PREDICT_KIND = "predict"  # activations of a run that only goes forward
 _KINDS = {FORWARD_KIND: FORWARD, BACKWARD_KIND: BACKWARD}
-# How often a reduction that runs by itself is looked at while there is nothing else to do.
+# How often a reduction that runs by itself is looked at while there is nothing else to do: at once
+# for a moment, as most end within it, then now and then.
+_LINGER_S = 0.0002
 _LOOK_S = 0.0005
 
 
@@ -305,6 +308,10 @@ class Engine:
 
     def _nap(self) -> None:
         """Let a moment pass, or a message come."""
+        begun_s = self._idle_since_s
+        if begun_s is not None and time.monotonic() < begun_s + _LINGER_S:
+            os.sched_yield()
+            return
         if self._transport is None:
             time.sleep(_LOOK_S)
             return
