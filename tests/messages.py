@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ganglion.comm.message import Arrival
-from ganglion.comm.transport import Transport
+from ganglion.comm import Arrival, Transport, World
 
 DTYPES = (
     torch.float32,
@@ -91,6 +90,18 @@ def exchange_letters(transport: Transport, letters: list[Letter], seed: int) -> 
         arrivals.append(transport.receive(DEADLINE_S, "a letter"))
     transport.flush(DEADLINE_S)
     return arrivals
+
+
+def exchange_checked(world: World, transport: Transport, seeds: list[int], num_letters: int) -> int:
+    """Exchange letters once for each seed, check all that come, and return their number."""
+    num_arrivals = 0
+    for seed in seeds:
+        letters = traffic(seed, world.num_ranks, num_letters)
+        arrivals = exchange_letters(transport, letters, seed)
+        check_letters(arrivals, letters, world.rank)
+        num_arrivals += len(arrivals)
+        world.barrier()  # letters of the next seed must not come early
+    return num_arrivals
 
 
 def check_letters(arrivals: list[Arrival], letters: list[Letter], rank: int) -> None:

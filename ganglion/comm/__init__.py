@@ -8,7 +8,7 @@ from ganglion.comm.message import Arrival, Header
 from ganglion.comm.rendezvous import open_world, torch_world
 from ganglion.comm.traced import plain_group
 from ganglion.comm.transport import Transport
-from ganglion.comm.world import World, broadcast_text
+from ganglion.comm.world import World, broadcast_tensor, broadcast_text
 
 __all__ = [
     "MAX",
@@ -24,6 +24,7 @@ __all__ = [
     "SoloGroup",
     "Transport",
     "World",
+    "broadcast_tensor",
     "broadcast_text",
     "open_world",
     "plain_group",

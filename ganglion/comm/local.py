@@ -245,7 +245,8 @@ class LocalHub:
             return LocalGroup(exchange, ranks.index(rank))
 
         def transport_along(axes: tuple[str, ...], trace: Recorder | None) -> Transport:
-            return self._mailbox(axes, rank).transport(rank, trace)
+            ranks = self._mesh.group_of(rank, axes)
+            return self._mailbox(axes, rank).transport(rank, trace, ranks)
 
         return World(rank, self._mesh, group_along, transport_along, way="local")
 

@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ganglion.comm.message import Arrival, Forms, Header, Numbers, flow_number, header_numbers
-from ganglion.comm.transport import death, left, record, silence
-from ganglion.errors import PeerLost, ProtocolError
+from ganglion.comm.message import Arrival, Forms, Numbers, plain_copy, unsent_arrival
+from ganglion.comm.transport import death, left, silence
+from ganglion.comm.transport_base import TransportBase
+from ganglion.errors import ProtocolError
 from ganglion.trace import Recorder
 
 
@@ -52,9 +52,12 @@ class LocalMail:
         self._faults = Faults() if faults is None else faults
         self._boxes = [_Mailbox() for _ in range(num_ranks)]
 
-    def transport(self, rank: int, trace: Recorder | None = None) -> LocalTransport:
-        """Return the transport of one rank, for one thread."""
-        return LocalTransport(rank, self._boxes, self._faults, trace)
+    def transport(
+        self, rank: int, trace: Recorder | None = None, ranks: Iterable[int] | None = None
+    ) -> LocalTransport:
+        """Return the transport of one rank, for one thread; without `ranks`, to all others."""
+        everyone = range(self.num_ranks) if ranks is None else ranks
+        return LocalTransport(rank, {*everyone} - {rank}, self._boxes, self._faults, trace)
 
     def lose(self, rank: int, reason: str) -> None:
         """Let all transports know that a rank is gone."""
@@ -89,99 +92,81 @@ class _Mailbox:
             self._departed.add(source)
             self._changed.notify()
 
-    def take(self, rank: int, peers: Iterable[int], timeout_s: float, awaiting: str) -> Arrival:
+    def take(self, rank: int, peers: tuple[int, ...], timeout_s: float, awaiting: str) -> Arrival:
         """Wait for the next message that is due; then for a loss, then for the deadline."""
-        end_s = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                now_s = time.monotonic()
-                if self._due and self._due[0][0] <= now_s:
-                    return heapq.heappop(self._due)[2]
-                self._raise_if_alone(rank, set(peers), f"awaited {awaiting}")
-                next_s = min(end_s, self._due[0][0] if self._due else end_s)
-                if now_s >= end_s:
-                    raise silence(rank, set(peers) - self._departed, timeout_s, awaiting)
-                self._changed.wait(next_s - now_s)
+        arrival = self._next(rank, peers, timeout_s, f"awaited {awaiting}")
+        if arrival is None:
+            raise silence(rank, set(peers) - self._departed, timeout_s, awaiting)
+        return arrival
 
     def take_now(self, rank: int, timeout_s: float) -> Arrival | None:
         """Return the next message if one is due in time."""
+        return self._next(rank, (), timeout_s, "looked for messages")
+
+    def _next(
+        self, rank: int, peers: tuple[int, ...], timeout_s: float, doing: str
+    ) -> Arrival | None:
         end_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
                 now_s = time.monotonic()
                 if self._due and self._due[0][0] <= now_s:
                     return heapq.heappop(self._due)[2]
-                if not self._due and self._lost:
-                    raise self._loss(rank, "looked for messages")
+                if not self._due:
+                    self._raise_if_alone(rank, peers, doing)
                 if now_s >= end_s:
                     return None
                 next_s = min(end_s, self._due[0][0] if self._due else end_s)
                 self._changed.wait(next_s - now_s)
 
-    def _raise_if_alone(self, rank: int, peers: set[int], doing: str) -> None:
-        if not self._due and self._lost:
-            raise self._loss(rank, doing)
-        if not self._due and peers and peers <= self._departed:
+    def _raise_if_alone(self, rank: int, peers: tuple[int, ...], doing: str) -> None:
+        """Raise if somebody died, or if all of `peers` have left."""
+        for lost, reason in self._lost.items():
+            raise death(rank, lost, reason, doing)
+        if peers and self._departed.issuperset(peers):
             raise left(rank, peers, doing)
 
-    def _loss(self, rank: int, doing: str) -> PeerLost:
-        lost, reason = next(iter(self._lost.items()))
-        return death(rank, lost, reason, doing)
 
-
-class LocalTransport:
+class LocalTransport(TransportBase):
     """One thread's end of a LocalMail."""
 
     def __init__(
-        self, rank: int, boxes: list[_Mailbox], faults: Faults, trace: Recorder | None
+        self,
+        rank: int,
+        peers: Iterable[int],
+        boxes: list[_Mailbox],
+        faults: Faults,
+        trace: Recorder | None,
     ) -> None:
         """Join as `rank`; made by LocalMail."""
-        self.rank = rank
-        self.peers = tuple(other for other in range(len(boxes)) if other != rank)
+        super().__init__(rank, peers, trace)
         self._boxes = boxes
         self._faults = faults
-        self._trace = trace
         self._forms = Forms()
-        self._num_posted = 0
         self._last_due_s = [0.0] * len(boxes)
         self._random = random.Random(f"{faults.seed} {rank}")
 
-    def post(
-        self,
-        target: int,
-        kind: str,
-        tensor: Tensor,
-        *,
-        step: int = -1,
-        stage: int = -1,
-        microbatch: int = -1,
-        version: int = -1,
-    ) -> None:
-        """Put a copy of `tensor` into the target's mailbox; see Transport."""
-        start_s = 0.0 if self._trace is None else self._trace.clock()
+    def _carry(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        """Put a copy of `tensor` into the target's mailbox."""
         self._forms.pack(kind, tensor.shape, tensor.dtype)  # refuse what a wire would refuse
-        if not 0 <= target < len(self._boxes):
+        if target != self.rank and target not in self.peers:
             raise ProtocolError(f"rank {self.rank} has no peer {target}, only {list(self.peers)}")
-        self._num_posted += 1
         self._die_if_due()
         if self._boxes[target].closed:
             raise left(self.rank, [target], f"sent a message of kind {kind!r}")
-        numbers = (step, stage, microbatch, version, flow_number(self.rank, self._num_posted))
         self._deliver(target, kind, tensor, numbers)
-        if self._trace is not None and self._trace.enabled:
-            record(self._trace, "send", kind, numbers, tensor.nbytes, start_s)
 
     def receive(self, timeout_s: float, awaiting: str = "a message") -> Arrival:
         """Wait for the next arrival of any source; see Transport."""
         self._raise_if_dead(f"awaited {awaiting}")
         box = self._boxes[self.rank]
-        return self._recorded(box.take(self.rank, self.peers, timeout_s, awaiting))
+        return self._noted(box.take(self.rank, self.peers, timeout_s, awaiting))
 
     def poll(self, timeout_s: float = 0.0) -> Arrival | None:
         """Return the next arrival if one comes in time; see Transport."""
         self._raise_if_dead("looked for messages")
         arrival = self._boxes[self.rank].take_now(self.rank, timeout_s)
-        return None if arrival is None else self._recorded(arrival)
+        return None if arrival is None else self._noted(arrival)
 
     def flush(self, timeout_s: float) -> None:
         """Return at once: a post puts the message into the mailbox itself."""
@@ -200,20 +185,8 @@ class LocalTransport:
             due_s = time.monotonic() + draw.random() * faults.delay_s
             if not faults.reorder:
                 due_s = self._last_due_s[target] = max(due_s, self._last_due_s[target])
-            step, stage, microbatch, version, flow = numbers
-            header = Header(
-                kind, step, stage, microbatch, version, tensor.shape, tensor.dtype, flow
-            )
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-            self._boxes[target].put(due_s, Arrival(self.rank, header, copy))
-
-    def _recorded(self, arrival: Arrival) -> Arrival:
-        if self._trace is not None and self._trace.enabled:
-            header = arrival.header
-            numbers = header_numbers(header)
-            now_s = self._trace.clock()
-            record(self._trace, "receive", header.kind, numbers, arrival.tensor.nbytes, now_s)
-        return arrival
+            arrival = unsent_arrival(self.rank, kind, plain_copy(tensor), numbers)
+            self._boxes[target].put(due_s, arrival)
 
     def _die_if_due(self) -> None:
         if self._is_dead():

@@ -89,6 +89,13 @@ class Header(NamedTuple):
         return ", ".join([self.kind, *given, f"{self.dtype} {tuple(self.shape)}"])
 
 
+def make_header(form: Form, numbers: Numbers) -> Header:
+    """Join the two parts of a header."""
+    kind, shape, dtype, device, _ = form
+    step, stage, microbatch, version, flow = numbers
+    return Header(kind, step, stage, microbatch, version, shape, dtype, flow, device)
+
+
 def header_numbers(header: Header) -> Numbers:
     """Return the numbers that a header was made of."""
     return header.step, header.stage, header.microbatch, header.version, header.flow
@@ -100,6 +107,19 @@ class Arrival(NamedTuple):
     source: int
     header: Header
     tensor: Tensor
+
+
+def unsent_arrival(source: int, kind: str, tensor: Tensor, numbers: Numbers) -> Arrival:
+    """Return a message that crosses no wire; `tensor` is the receiver's own already."""
+    step, stage, microbatch, version, flow = numbers
+    header = Header(kind, step, stage, microbatch, version, tensor.shape, tensor.dtype, flow)
+    return Arrival(source, header, tensor)
+
+
+def plain_copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return the contents, in order, in memory of their own: the host's, or that of `device`."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return copy.copy_(tensor.detach())
 
 
 class Forms:

@@ -21,12 +21,13 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ganglion.comm.collectives import MAX, SUM
+from ganglion.comm.call_checks import check_options, check_sizes, flattened
+from ganglion.comm.collectives import SUM
 from ganglion.comm.mpi_blocks import Blocks
 from ganglion.comm.mpi_progress import Activity, Progress
 from ganglion.comm.mpi_slices import Slices, as_bytes
 from ganglion.comm.reduce_order import combine, combine_aliased, combine_by_tree
-from ganglion.comm.shm_call import DTYPES, Arrival, Call, check_agreement
+from ganglion.comm.shm_call import Arrival, Call, check_agreement
 from ganglion.comm.shm_fate import Fate
 from ganglion.comm.transport import name_ranks
 from ganglion.errors import CommError, PeerLost, ProtocolError
@@ -35,8 +36,7 @@ EAGER_BYTES = 1 << 14
 _HEAD_BYTES = 64  # a call, padded so that data behind it are aligned
 _TAG = 1
 _PARTING_S = 2.0
-_OPS = ("", SUM, MAX)
-_CARRIED = frozenset(DTYPES)
+_CARRIER = "MPI"
 
 Requests = Sequence[MPI.Request]
 Finish = Callable[[list[Tensor]], None]
@@ -112,7 +112,7 @@ class MpiGroup:
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> MpiHandle:
         """Combine `tensor` over all members, in place."""
-        flat = self._flat(tensor)
+        flat = flattened(tensor, _CARRIER)
 
         def finish(parts: list[Tensor]) -> None:
             combine_aliased(parts, self.index, op)
@@ -128,8 +128,8 @@ class MpiGroup:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> MpiHandle:
         """Concatenate every member's `tensor` along dim 0 into `output`."""
-        flat, target = self._flat(tensor), self._flat(output)
-        self._check_sizes("all_gather", target, flat)
+        flat, target = flattened(tensor, _CARRIER), flattened(output, _CARRIER)
+        check_sizes("all_gather", self.ranks, target, flat)
 
         def finish(parts: list[Tensor]) -> None:
             for place, part in zip(target.view(self.size, -1), parts, strict=True):
@@ -146,8 +146,8 @@ class MpiGroup:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> MpiHandle:
         """Combine `tensor` over all members and keep this member's equal part of dim 0."""
-        flat, target = self._flat(tensor), self._flat(output)
-        self._check_sizes("reduce_scatter", flat, target)
+        flat, target = flattened(tensor, _CARRIER), flattened(output, _CARRIER)
+        check_sizes("reduce_scatter", self.ranks, flat, target)
 
         def finish(parts: list[Tensor]) -> None:
             parts[self.index] = parts[self.index].clone()  # `output` may lie in `tensor`
@@ -162,7 +162,7 @@ class MpiGroup:
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> MpiHandle:
         """Copy the tensor of the member at position `root` to all others, in place."""
-        flat = self._flat(tensor)
+        flat = flattened(tensor, _CARRIER)
 
         def finish(parts: list[Tensor]) -> None:
             if self.index != root:
@@ -178,7 +178,7 @@ class MpiGroup:
 
         The order is that of a binomial tree; the tensors of the others keep their values.
         """
-        flat = self._flat(tensor)
+        flat = flattened(tensor, _CARRIER)
 
         def finish(parts: list[Tensor]) -> None:
             if self.index == root:
@@ -307,31 +307,9 @@ class MpiGroup:
     def _call(self, kind: str, flat: Tensor, op: str = "", root: int = 0) -> Call:
         """Check what was asked for and give it the next number."""
         self._fate.check()
-        if op not in _OPS or not 0 <= root < self.size or (op and flat.dtype == torch.bool):
-            raise ProtocolError(
-                f"{kind} of ranks {list(self.ranks)} cannot have op {op!r}, root {root} and "
-                f"{flat.dtype}: ops are {SUM!r} and {MAX!r}, not of bool, and roots are positions "
-                f"0 to {self.size - 1}"
-            )
+        check_options(kind, self.ranks, op, root, flat.dtype)
         self._num_calls += 1
         return Call(self._num_calls, kind, op, flat.dtype, root, flat.numel())
-
-    def _flat(self, tensor: Tensor) -> Tensor:
-        if not (tensor.is_cpu and tensor.dtype in _CARRIED and tensor.is_contiguous()):
-            raise ProtocolError(
-                f"MPI cannot carry a tensor of {tensor.dtype}, {tuple(tensor.shape)}, strides "
-                f"{tensor.stride()}, on {tensor.device}: give it a contiguous one on the CPU with "
-                f"a common dtype"
-            )
-        return tensor.detach().view(-1)
-
-    def _check_sizes(self, kind: str, whole: Tensor, part: Tensor) -> None:
-        if whole.numel() != part.numel() * self.size or whole.dtype != part.dtype:
-            raise ProtocolError(
-                f"{kind} of ranks {list(self.ranks)} cannot join {part.numel()} {part.dtype} and "
-                f"{whole.numel()} {whole.dtype}: the whole must be {self.size} times the part, of "
-                f"one dtype"
-            )
 
     def _fail(self, error: CommError) -> None:
         failure = self._fate.fail(error)

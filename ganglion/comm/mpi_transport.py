@@ -25,14 +25,13 @@ from ganglion.comm.message import (
     NUMBERS,
     Arrival,
     Forms,
-    Header,
     Numbers,
-    flow_number,
-    header_numbers,
+    make_header,
 )
 from ganglion.comm.mpi_blocks import Blocks
 from ganglion.comm.mpi_progress import Activity, Progress
-from ganglion.comm.transport import death, left, record, silence
+from ganglion.comm.transport import death, left, silence
+from ganglion.comm.transport_base import TransportBase
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.trace import Recorder
 
@@ -49,7 +48,7 @@ class _Incoming(NamedTuple):
     request: MPI.Request
 
 
-class MpiTransport:
+class MpiTransport(TransportBase):
     """Carries messages between the processes of one communicator, which the transport owns."""
 
     def __init__(
@@ -61,51 +60,25 @@ class MpiTransport:
         trace: Recorder | None = None,
     ) -> None:
         """Join `ranks` as `rank`; positions in `comm` are positions in `ranks`."""
-        self.rank = rank
-        self.peers = tuple(other for other in ranks if other != rank)
+        super().__init__(rank, {*ranks} - {rank}, trace)
         self._ranks = ranks
         self._comm = comm
         self._progress = progress
-        self._trace = trace
         self._forms = Forms()
         self._blocks = Blocks()
-        self._num_posted = 0
         self._sends: deque[tuple[int, MPI.Request]] = deque()
         self._incoming: list[_Incoming] = []
         self._mailbox: deque[Arrival] = deque()
-        self._departed: set[int] = set()
         self._failure: CommError | None = None
         self._status = MPI.Status()
         self._is_closed = False
         progress.add(self)
 
-    def post(
-        self,
-        target: int,
-        kind: str,
-        tensor: Tensor,
-        *,
-        step: int = -1,
-        stage: int = -1,
-        microbatch: int = -1,
-        version: int = -1,
-    ) -> None:
-        """Send a copy of `tensor` and never wait for the peer; see Transport."""
-        start_s = 0.0 if self._trace is None else self._trace.clock()
-        self._check_target(target, kind)
-        self._num_posted += 1
-        numbers = (step, stage, microbatch, version, flow_number(self.rank, self._num_posted))
-        self._send(target, self._packed(kind, tensor, numbers))
-        if self._trace is not None and self._trace.enabled:
-            record(self._trace, "send", kind, numbers, tensor.nbytes, start_s)
-
     def receive(self, timeout_s: float, awaiting: str = "a message") -> Arrival:
         """Wait for the next arrival of any source; see Transport."""
-        self._check_open()
-        if not self._mailbox:
-            self._progress.wait(self._has_news, timeout_s)
-        if self._mailbox:
-            return self._taken()
+        arrival = self._next(timeout_s)
+        if arrival is not None:
+            return arrival
         if self._failure is not None:
             raise type(self._failure)(f"{self._failure}; rank {self.rank} awaited {awaiting}")
         if self._is_alone():
@@ -114,14 +87,10 @@ class MpiTransport:
 
     def poll(self, timeout_s: float = 0.0) -> Arrival | None:
         """Return the next arrival if one comes in time; see Transport."""
-        self._check_open()
-        if not self._mailbox:
-            self._progress.wait(self._has_news, timeout_s)
-        if self._mailbox:
-            return self._taken()
-        if self._failure is not None:
+        arrival = self._next(timeout_s)
+        if arrival is None and self._failure is not None:
             raise type(self._failure)(str(self._failure))
-        return None
+        return arrival
 
     def flush(self, timeout_s: float) -> None:
         """Return when everything posted was handed over; see Transport."""
@@ -159,6 +128,21 @@ class MpiTransport:
         if self._incoming:
             return Activity.MOVING
         return Activity.AWAITING if self._sends else Activity.IDLE
+
+    def _carry(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        self._check_open()
+        if target != self.rank and target not in self.peers:
+            raise ProtocolError(f"rank {self.rank} has no peer {target}, only {list(self.peers)}")
+        if target in self._departed:
+            raise left(self.rank, [target], f"sent a message of kind {kind!r}")
+        self._send(target, self._packed(kind, tensor, numbers))
+
+    def _next(self, timeout_s: float) -> Arrival | None:
+        """Return the next arrival if there is news in time, and the news is one."""
+        self._check_open()
+        if not self._mailbox:
+            self._progress.wait(self._has_news, timeout_s)
+        return self._noted(self._mailbox.popleft()) if self._mailbox else None
 
     def _wind_up(self) -> Activity:
         """Throw away what comes after the end, and free the communicator after the last goodbye.
@@ -214,12 +198,10 @@ class MpiTransport:
                 f"rank {source} sent {len(view) - start} bytes of data where its header says "
                 f"{form.num_bytes}: check that all ranks run the same version of Ganglion"
             )
-        step, stage, microbatch, version, flow = NUMBERS.unpack_from(view, _LENGTH.size)
         tensor = data[start:].view(form.dtype).view(form.shape)
         if form.device == DEVICE_MEMORY:
             tensor = tensor.cuda()
-        numbers = (step, stage, microbatch, version)
-        header = Header(form.kind, *numbers, form.shape, form.dtype, flow, form.device)
+        header = make_header(form, NUMBERS.unpack_from(view, _LENGTH.size))
         return Arrival(source, header, tensor)
 
     def _send(self, target: int, data: Tensor) -> None:
@@ -231,25 +213,9 @@ class MpiTransport:
         except MPI.Exception as error:
             raise death(self.rank, target, str(error), "sent it a message") from error
 
-    def _taken(self) -> Arrival:
-        arrival = self._mailbox.popleft()
-        if self._trace is not None and self._trace.enabled:
-            header = arrival.header
-            numbers = header_numbers(header)
-            now_s = self._trace.clock()
-            record(self._trace, "receive", header.kind, numbers, arrival.tensor.nbytes, now_s)
-        return arrival
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise CommError(f"rank {self.rank} uses a transport that it has closed: open another")
-
-    def _check_target(self, target: int, kind: str) -> None:
-        self._check_open()
-        if target != self.rank and target not in self.peers:
-            raise ProtocolError(f"rank {self.rank} has no peer {target}, only {list(self.peers)}")
-        if target in self._departed:
-            raise left(self.rank, [target], f"sent a message of kind {kind!r}")
 
     def _has_news(self) -> bool:
         return bool(self._mailbox) or self._failure is not None or self._is_alone()

@@ -18,23 +18,23 @@ from socket import socket
 import torch
 from torch import Tensor
 
-from ganglion.comm.collectives import MAX, SUM
+from ganglion.comm.call_checks import check_options, check_sizes, flattened
+from ganglion.comm.collectives import SUM
 from ganglion.comm.reduce_order import combine as combine_in_order
 from ganglion.comm.reduce_order import combine_aliased, combine_by_tree
 from ganglion.comm.shm_bulk import Carrier
-from ganglion.comm.shm_call import DTYPES, Arrival, Call
+from ganglion.comm.shm_call import Arrival, Call
 from ganglion.comm.shm_eager import EagerHandle, EagerPath, Finish
 from ganglion.comm.shm_fate import Fate
 from ganglion.comm.shm_progress import Job, Progress
 from ganglion.comm.shm_signals import Links
-from ganglion.errors import CommError, ProtocolError
+from ganglion.errors import CommError
 
 SLOT_BYTES = 1 << 20
 EAGER_BYTES = 1 << 16  # what a member sends to all others together in a small collective
 LINGER_S = 100e-6  # about what it takes to wake a sleeping process
 Arrivals = Mapping[int, Arrival]
-_CARRIED = frozenset(DTYPES)
-_OPS = ("", SUM, MAX)
+_CARRIER = "shared memory"
 
 
 class ShmGroup:
@@ -103,7 +103,7 @@ class ShmGroup:
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> EagerHandle | Job:
         """Combine `tensor` over all members, in place."""
-        flat = self._flat(tensor)
+        flat = flattened(tensor, _CARRIER)
         call = self._call("all_reduce", flat, op)
 
         def finish(arrivals: Arrivals) -> None:
@@ -113,8 +113,8 @@ class ShmGroup:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> EagerHandle | Job:
         """Concatenate every member's `tensor` along dim 0 into `output`."""
-        flat, target = self._flat(tensor), self._flat(output)
-        self._check_sizes("all_gather", target, flat)
+        flat, target = flattened(tensor, _CARRIER), flattened(output, _CARRIER)
+        check_sizes("all_gather", self.ranks, target, flat)
         call = self._call("all_gather", flat)
 
         def finish(arrivals: Arrivals) -> None:
@@ -128,8 +128,8 @@ class ShmGroup:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> EagerHandle | Job:
         """Combine `tensor` over all members and keep this member's equal part of dim 0."""
-        flat, target = self._flat(tensor), self._flat(output)
-        self._check_sizes("reduce_scatter", flat, target)
+        flat, target = flattened(tensor, _CARRIER), flattened(output, _CARRIER)
+        check_sizes("reduce_scatter", self.ranks, flat, target)
         call = self._call("reduce_scatter", flat, op)
 
         def finish(arrivals: Arrivals) -> None:
@@ -140,7 +140,7 @@ class ShmGroup:
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> EagerHandle | Job:
         """Copy the tensor of the member at position `root` to all others, in place."""
-        flat = self._flat(tensor)
+        flat = flattened(tensor, _CARRIER)
         call = self._call("broadcast", flat, root=root)
 
         def finish(arrivals: Arrivals) -> None:
@@ -154,7 +154,7 @@ class ShmGroup:
 
         The order is that of a binomial tree; the tensors of the others keep their values.
         """
-        flat = self._flat(tensor)
+        flat = flattened(tensor, _CARRIER)
         call = self._call("reduce", flat, op, root)
 
         def finish(arrivals: Arrivals) -> None:
@@ -185,31 +185,8 @@ class ShmGroup:
     def _call(self, kind: str, flat: Tensor, op: str = "", root: int = 0) -> Call:
         """Check what was asked for and give it the next number."""
         self._fate.check()
-        if op not in _OPS or not 0 <= root < self.size or (op and flat.dtype == torch.bool):
-            raise ProtocolError(
-                f"{kind} of ranks {list(self.ranks)} cannot have op {op!r}, root {root} and "
-                f"{flat.dtype}: ops are {SUM!r} and {MAX!r}, not of bool, and roots are positions "
-                f"0 to {self.size - 1}"
-            )
+        check_options(kind, self.ranks, op, root, flat.dtype)
         return Call(self._eager.next_number, kind, op, flat.dtype, root, flat.numel())
-
-    def _flat(self, tensor: Tensor) -> Tensor:
-        if not (tensor.is_cpu and tensor.dtype in _CARRIED and tensor.is_contiguous()):
-            raise ProtocolError(
-                f"shared memory cannot carry a tensor of {tensor.dtype}, {tuple(tensor.shape)}, "
-                f"strides {tensor.stride()}, on {tensor.device}: give it a contiguous one on the "
-                f"CPU with a common dtype"
-            )
-        flat = tensor.detach()
-        return flat if flat.dim() == 1 else flat.view(-1)
-
-    def _check_sizes(self, kind: str, whole: Tensor, part: Tensor) -> None:
-        if whole.numel() != part.numel() * self.size or whole.dtype != part.dtype:
-            raise ProtocolError(
-                f"{kind} of ranks {list(self.ranks)} cannot join {part.numel()} {part.dtype} and "
-                f"{whole.numel()} {whole.dtype}: the whole must be {self.size} times the part, of "
-                f"one dtype"
-            )
 
     def _pieces(self, call: Call, source: Tensor) -> list[bytes]:
         """Return what each member is sent."""

@@ -23,7 +23,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ganglion.comm.message import MAX_FORM_BYTES, Arrival, Form, Forms, Header, Numbers
+from ganglion.comm.message import (
+    MAX_FORM_BYTES,
+    Arrival,
+    Form,
+    Forms,
+    Header,
+    Numbers,
+    make_header,
+    plain_copy,
+)
 from ganglion.comm.shm_memory import MakeSegment, Pool, Segment, Window
 from ganglion.errors import CommError, ProtocolError
 
@@ -95,7 +104,7 @@ class Link:
         if num_bytes == 0:
             self._write([frame])
             return
-        source = tensor if _is_plain(tensor) else _plain_copy(tensor)
+        source = tensor if _is_plain(tensor) else plain_copy(tensor)
         payload = (ctypes.c_char * num_bytes).from_address(source.data_ptr())
         self._write([frame, payload])
 
@@ -214,7 +223,8 @@ class Link:
         """Take every complete frame, and move what is left to the front."""
         start, end = 0, self._num_read
         while end - start >= _FRAME_BYTES:
-            magic, kind, index, number, size, *numbers = _FRAME.unpack_from(self._inbox, start)
+            frame = _FRAME.unpack_from(self._inbox, start)
+            magic, kind, index, number, size = frame[:5]
             body = start + _FRAME_BYTES
             if magic != _MAGIC or (kind <= SLOT and size > MAX_FORM_BYTES):
                 raise self._garbage(start)
@@ -225,9 +235,7 @@ class Link:
                 break
             else:
                 form = self._forms.parse(self._inbox[body : body + size].tobytes(), self.peer)
-                step, stage, microbatch, version, flow = numbers
-                place = (step, stage, microbatch, version)
-                header = Header(form.kind, *place, form.shape, form.dtype, flow)
+                header = make_header(form, frame[5:])
                 start = body + size
                 if kind == MESSAGE:
                     start += self._take_inline(form, header, start)
@@ -326,10 +334,6 @@ def _control(kind: int, index: int = 0, number: int = 0, size: int = 0) -> bytes
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether the tensor's memory is its contents, in order."""
     return tensor.is_contiguous() and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _plain_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _copy_to(address: int, tensor: Tensor, num_bytes: int) -> None:

@@ -18,13 +18,13 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from ganglion.comm.message import Arrival, Header, Numbers, flow_number, header_numbers
+from ganglion.comm.message import Arrival, Numbers, plain_copy, unsent_arrival
 from ganglion.comm.shm_link import Broken, Link
 from ganglion.comm.shm_memory import MakeSegment, Segment
-from ganglion.comm.transport import death, left, record, silence
+from ganglion.comm.transport import left, silence
+from ganglion.comm.transport_base import TransportBase
 from ganglion.comm.unix_mesh import Exchange, connect_mesh
 from ganglion.errors import CommError, ProtocolError
 from ganglion.trace import Recorder
@@ -45,7 +45,7 @@ def open_shm_transport(
     return ShmTransport(rank, connect_mesh(rank, ranks, exchange, timeout_s), trace)
 
 
-class ShmTransport:
+class ShmTransport(TransportBase):
     """Carries messages between this rank and others of the same host."""
 
     def __init__(
@@ -62,13 +62,8 @@ class ShmTransport:
         Payloads of up to `inline_bytes` go through the socket, larger ones through memory that
         `make_segment` makes.
         """
-        self.rank = rank
-        self.peers = tuple(sorted(connections))
-        self._trace = trace
-        self._num_posted = 0
+        super().__init__(rank, connections, trace)
         self._arrivals: deque[Arrival] = deque()
-        self._broken: dict[int, str | CommError] = {}
-        self._departed: set[int] = set()
         self._links: dict[int, Link] = {}
         self._by_descriptor: dict[int, Link] = {}
         self._backlog: set[int] = set()
@@ -77,36 +72,6 @@ class ShmTransport:
             link = Link(rank, peer, connection, self._arrivals, inline_bytes, make_segment)
             self._links[peer] = self._by_descriptor[link.descriptor] = link
             self._poll.register(link.descriptor, select.POLLIN)
-
-    def post(
-        self,
-        target: int,
-        kind: str,
-        tensor: Tensor,
-        *,
-        step: int = -1,
-        stage: int = -1,
-        microbatch: int = -1,
-        version: int = -1,
-    ) -> None:
-        """Send a copy of `tensor` and never wait; see Transport."""
-        start_s = 0.0 if self._trace is None else self._trace.clock()
-        self._num_posted += 1
-        numbers = (step, stage, microbatch, version, flow_number(self.rank, self._num_posted))
-        num_bytes = tensor.nbytes
-        link = self._links.get(target)
-        if link is None:
-            self._post_without_link(target, kind, tensor, numbers)
-        else:
-            try:
-                link.send(kind, tensor, num_bytes, numbers)
-            except Broken as error:
-                self._break(link, str(error))
-                raise self._unsent(target, kind) from error
-            if link.backlogged:
-                self._watch(link)
-        if self._trace is not None and self._trace.enabled:
-            record(self._trace, "send", kind, numbers, num_bytes, start_s)
 
     def receive(self, timeout_s: float, awaiting: str = "a message") -> Arrival:
         """Wait for the next arrival of any source; see Transport."""
@@ -149,6 +114,25 @@ class ShmTransport:
             self._pump(remaining_s)
         for link in tuple(self._links.values()):
             self._drop(link)
+
+    def _carry(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        link = self._links.get(target)
+        if link is None:
+            return self._carry_without_link(target, kind, tensor, numbers)
+        try:
+            link.send(kind, tensor, tensor.nbytes, numbers)
+        except Broken as error:
+            self._break(link, str(error))
+            raise self._unsent(target, kind) from error
+        if link.backlogged:
+            self._watch(link)
+
+    def _carry_without_link(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        """Deliver to oneself; any other rank without a link is an error."""
+        if target != self.rank:
+            raise self._unsent(target, kind)
+        arrival = unsent_arrival(self.rank, kind, plain_copy(tensor), numbers)
+        self._arrivals.append(self._noted(arrival))
 
     def _wait(self, timeout_s: float, awaiting: str) -> None:
         """Return when there is an arrival."""
@@ -196,13 +180,9 @@ class ShmTransport:
                 self._break(link, str(error))
             except CommError as error:
                 self._break(link, error)
-        if self._trace is not None and self._trace.enabled:
-            self._record_arrivals(self._trace, num_known, start_s)
-
-    def _record_arrivals(self, trace: Recorder, num_known: int, start_s: float) -> None:
-        for _, header, tensor in itertools.islice(self._arrivals, num_known, None):
-            numbers = header_numbers(header)
-            record(trace, "receive", header.kind, numbers, tensor.nbytes, start_s)
+        if self._trace is not None:
+            for arrival in itertools.islice(self._arrivals, num_known, None):
+                self._noted(arrival, start_s)
 
     def _watch(self, link: Link) -> None:
         """Be woken when the socket takes more, if and only if something waits for that."""
@@ -212,17 +192,6 @@ class ShmTransport:
         elif not link.backlogged and link.peer in self._backlog:
             self._backlog.remove(link.peer)
             self._poll.modify(link.descriptor, select.POLLIN)
-
-    def _post_without_link(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
-        """Deliver to oneself; any other rank without a link is an error."""
-        if target != self.rank:
-            raise self._unsent(target, kind)
-        step, stage, microbatch, version, flow = numbers
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        header = Header(kind, step, stage, microbatch, version, tensor.shape, tensor.dtype, flow)
-        self._arrivals.append(Arrival(target, header, copy))
-        if self._trace is not None and self._trace.enabled:
-            self._record_arrivals(self._trace, len(self._arrivals) - 1, self._trace.clock())
 
     def _unsent(self, target: int, kind: str) -> CommError:
         doing = f"sent a message of kind {kind!r}"
@@ -234,14 +203,6 @@ class ShmTransport:
             f"rank {self.rank} has no connection to rank {target}, only to {list(self.peers)}: "
             f"open the transport with all ranks that talk, and post before closing it"
         )
-
-    def _raise_if_broken(self, doing: str) -> None:
-        for peer in self._broken:
-            raise self._loss(peer, doing)
-
-    def _loss(self, peer: int, doing: str) -> CommError:
-        reason = self._broken[peer]
-        return death(self.rank, peer, reason, doing) if isinstance(reason, str) else reason
 
     def _break(self, link: Link, reason: str | CommError) -> None:
         """Give a connection up, after reading what had come before it broke."""

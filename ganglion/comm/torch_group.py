@@ -45,6 +45,7 @@ class TorchHandle:
         self.started_s = time.perf_counter()
         # A list of its own: a callback that held this handle, and so its work, would leak both.
         self._stamps: list[float] = []
+        self._was_awaited = False
         if tensor is not None and tensor.device.type == "cpu":
             _stamp_end(work, self._stamps)
 
@@ -55,7 +56,8 @@ class TorchHandle:
 
     def is_done(self) -> bool:
         """Say, without waiting, whether `wait` would return or raise at once."""
-        return bool(self._stamps) or bool(self._work.is_completed())
+        # Gloo's reduce_scatter shows no end, neither in a future nor as completed.
+        return self._was_awaited or bool(self._stamps) or bool(self._work.is_completed())
 
     def wait(self) -> None:
         """Block until done; a lost peer becomes PeerLost, a refused dtype ProtocolError."""
@@ -66,6 +68,8 @@ class TorchHandle:
             if any(sign in text for sign in _SIGNS_OF_MISUSE):
                 raise _refused(self._what, self._ranks, self._tensor, error) from error
             raise _peer_lost(self._what, self._ranks, error) from error
+        finally:
+            self._was_awaited = True
 
 
 def _stamp_end(work: dist.Work, stamps: list[float]) -> None:

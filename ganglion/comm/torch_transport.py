@@ -32,13 +32,14 @@ from ganglion.comm.message import (
     MAX_FORM_BYTES,
     Arrival,
     Forms,
-    Header,
     Numbers,
-    flow_number,
-    header_numbers,
+    make_header,
+    plain_copy,
+    unsent_arrival,
 )
 from ganglion.comm.torch_group import new_group
-from ganglion.comm.transport import death, left, record, silence
+from ganglion.comm.transport import death, left, silence
+from ganglion.comm.transport_base import TransportBase
 from ganglion.errors import CommError, ProtocolError
 from ganglion.trace import Recorder
 
@@ -60,7 +61,7 @@ class _Departed(NamedTuple):
 Inbox = queue.SimpleQueue[Arrival | _Lost | _Departed]
 
 
-class TorchTransport:
+class TorchTransport(TransportBase):
     """Carries messages between pairs of ranks of torch's world."""
 
     def __init__(
@@ -74,51 +75,20 @@ class TorchTransport:
 
         `timeout_s` is how long connecting may take.
         """
-        self.rank = rank
-        self._trace = trace
-        self._num_posted = 0
+        known = {(min(pair), max(pair)) for pair in pairs}
+        super().__init__(rank, {r for pair in known if rank in pair for r in pair} - {rank}, trace)
         self._inbox: Inbox = queue.SimpleQueue()
-        self._broken: dict[int, str | CommError] = {}
-        self._departed: set[int] = set()
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
-        for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
+        for low, high in sorted(known):
             for source, target in ((low, high), (high, low)):
                 group = new_group((low, high), rank, timeout_s)
                 if group is not None and rank == source:
                     self._senders[target] = _Sender(rank, target, group.process_group)
                 elif group is not None:
                     self._receivers[source] = _Receiver(source, group.process_group, self._inbox)
-        self.peers = tuple(sorted(self._senders))
         for source, receiver in self._receivers.items():
             receiver.start(self._senders[source])
-
-    def post(
-        self,
-        target: int,
-        kind: str,
-        tensor: Tensor,
-        *,
-        step: int = -1,
-        stage: int = -1,
-        microbatch: int = -1,
-        version: int = -1,
-    ) -> None:
-        """Send a copy of `tensor` and never wait; see Transport."""
-        start_s = 0.0 if self._trace is None else self._trace.clock()
-        self._num_posted += 1
-        numbers = (step, stage, microbatch, version, flow_number(self.rank, self._num_posted))
-        if target == self.rank:
-            self._post_to_self(kind, tensor, numbers)
-        elif target not in self._senders:
-            raise ProtocolError(
-                f"rank {self.rank} has no connection to rank {target}, only to "
-                f"{list(self.peers)}: open the transport with all pairs of ranks that talk"
-            )
-        else:
-            self._senders[target].post(kind, tensor, numbers)
-        if self._trace is not None and self._trace.enabled:
-            record(self._trace, "send", kind, numbers, tensor.nbytes, start_s)
 
     def receive(self, timeout_s: float, awaiting: str = "a message") -> Arrival:
         """Wait for the next arrival of any source; see Transport."""
@@ -161,6 +131,18 @@ class TorchTransport:
         self._senders.clear()
         self._receivers.clear()
 
+    def _carry(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        if target == self.rank:
+            copy = plain_copy(tensor, tensor.device)
+            self._inbox.put(unsent_arrival(self.rank, kind, copy, numbers))
+        elif target in self._senders:
+            self._senders[target].post(kind, tensor, numbers)
+        else:
+            raise ProtocolError(
+                f"rank {self.rank} has no connection to rank {target}, only to "
+                f"{list(self.peers)}: open the transport with all pairs of ranks that talk"
+            )
+
     def _next(self, end_s: float) -> Arrival | None:
         """Take one entry of the queue; wait for it only if nothing is known to be broken."""
         wait_s = 0.0 if self._broken else max(0.0, end_s - time.monotonic())
@@ -176,25 +158,10 @@ class TorchTransport:
         return None
 
     def _taken(self, arrival: Arrival) -> Arrival:
-        _, header, tensor = arrival
+        tensor = arrival.tensor
         if tensor.is_cuda:  # the allocator must know who uses it from here on
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        if self._trace is not None and self._trace.enabled:
-            numbers = header_numbers(header)
-            now_s = self._trace.clock()
-            record(self._trace, "receive", header.kind, numbers, tensor.nbytes, now_s)
-        return arrival
-
-    def _post_to_self(self, kind: str, tensor: Tensor, numbers: Numbers) -> None:
-        step, stage, microbatch, version, flow = numbers
-        header = Header(kind, step, stage, microbatch, version, tensor.shape, tensor.dtype, flow)
-        self._inbox.put(Arrival(self.rank, header, _copied(tensor)))
-
-    def _raise_if_broken(self, doing: str) -> None:
-        for peer, reason in self._broken.items():
-            if isinstance(reason, CommError):
-                raise reason
-            raise death(self.rank, peer, reason, doing)
+        return self._noted(arrival)
 
 
 class _Sender:
@@ -257,7 +224,7 @@ class _Sender:
         packed[_RECORD.size : _RECORD.size + len(form)] = form
         works = [self._send(torch.frombuffer(packed, dtype=torch.uint8))]
         if tensor is not None and tensor.nbytes:
-            works.append(self._send(_as_bytes(_copied(tensor))))
+            works.append(self._send(_as_bytes(plain_copy(tensor, tensor.device))))
         self._num_unsent += 1
         self._handles.put(works)
 
@@ -321,23 +288,17 @@ class _Receiver:
         if size == 0:
             return None
         form = self._forms.parse(data[_RECORD.size : _RECORD.size + size], self._source)
-        numbers = (step, stage, microbatch, version)
-        header = Header(form.kind, *numbers, form.shape, form.dtype, flow, form.device)
         device = "cuda" if form.device == DEVICE_MEMORY else "cpu"
         tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
         if form.num_bytes:
             self._fill(_as_bytes(tensor))
+        header = make_header(form, (step, stage, microbatch, version, flow))
         return Arrival(self._source, header, tensor)
 
     def _fill(self, data: Tensor) -> None:
         work = dist.irecv(data, self._source, group=self.group)
         assert work is not None, "this rank is in the group"
         _finish(work, data)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor.detach())
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

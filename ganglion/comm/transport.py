@@ -14,9 +14,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ganglion.comm.message import Arrival, Numbers
+from ganglion.comm.message import Arrival
 from ganglion.errors import PeerLost
-from ganglion.trace import COMM, Recorder
 
 
 class Transport(Protocol):
@@ -95,22 +94,3 @@ def name_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 2` or `ranks [1, 2]`."""
     names = sorted(ranks)
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {names}"
-
-
-def record(
-    trace: Recorder, verb: str, kind: str, numbers: Numbers, num_bytes: int, start_s: float
-) -> None:
-    """Note one message as an event that ends now."""
-    step, stage, microbatch, version, flow = numbers
-    trace.add(
-        COMM,
-        f"{verb}_{kind}",
-        start_s,
-        trace.clock(),
-        step=step,
-        stage=stage,
-        microbatch=microbatch,
-        version=version,
-        num_bytes=num_bytes,
-        flow=flow,
-    )

@@ -6,6 +6,7 @@ what carries it. (Checkpoints alone go to torch's own process group, which its l
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 
@@ -127,3 +128,18 @@ def broadcast_text(group: Group, text: str, root: int) -> str:
         payload = torch.empty(int(size), dtype=torch.uint8)
     group.broadcast(payload, root).wait()
     return bytes(payload.tolist()).decode().rstrip("\0")
+
+
+def broadcast_tensor(
+    group: Group, tensor: Tensor | None, root: int, device: torch.device
+) -> Tensor:
+    """Return the tensor of the member at position `root` on every member; others give None."""
+    form = ""
+    if tensor is not None:
+        form = json.dumps([list(tensor.shape), str(tensor.dtype).removeprefix("torch.")])
+    shape, dtype = json.loads(broadcast_text(group, form, root))
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    tensor = tensor.contiguous()
+    group.broadcast(tensor, root).wait()
+    return tensor

@@ -1,12 +1,14 @@
 """What the ranks of the MPI tests do: `mpiexec -n N python -m tests.dist.mpi_bodies FOLDER NAMES`.
 
-Each body gets the meeting and returns something JSON can hold; rank R leaves all its results in
-FOLDER/rankR.json, and its stacks in FOLDER/stackR when it is sent SIGUSR1.
+Each body gets the meeting and returns something JSON can hold; rank R leaves its results in
+FOLDER/rankR.json after each of them, and its stacks in FOLDER/stackPID when it is sent SIGUSR1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import json
 import os
 import signal
@@ -22,15 +24,20 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from ganglion.comm import MAX, SUM
+from ganglion.cli.overrides import split_overrides
+from ganglion.comm import MAX, SUM, torch_world
 from ganglion.comm.mpi_group import EAGER_BYTES
-from ganglion.comm.mpi_world import MpiMeeting
+from ganglion.comm.mpi_world import MpiMeeting, mpi_launch
 from ganglion.comm.reduce_order import combine, combine_by_tree
+from ganglion.config import Override, RunFile, load_run_file, resolve
+from ganglion.config.recipes import QUICKSTART, recipe
 from ganglion.errors import CommError
 from ganglion.topology import Mesh
+from tests.command import TINY, metrics_of
 from tests.dist.test_comm_gloo import every_collective
 
 TIMEOUT_S = 60.0
+FOUR_STEPS = ["--train.steps", "4"]
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -52,10 +59,7 @@ def numbers(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def meshes(meeting: MpiMeeting) -> list[dict[str, list[float]]]:
     results = []
-    four = [Mesh(data=2, x=2)] if meeting.num_ranks == 4 else []
-    for mesh in (*four, Mesh(data=meeting.num_ranks), Mesh(x=meeting.num_ranks)):
-        if meeting.num_ranks == 3:
-            continue  # four numbers cannot be scattered to three ranks
+    for mesh in (Mesh(data=meeting.num_ranks), Mesh(x=meeting.num_ranks)):
         world = meeting.world(mesh)
         results.append(every_collective(world))
         world.close()
@@ -289,24 +293,35 @@ def again_and_again(meeting: MpiMeeting) -> list[list[int]]:
     return counts
 
 
-def along_axes(meeting: MpiMeeting) -> list[list[int]]:
-    """Post along one axis of a mesh of two: ranks keep their numbers."""
-    world = meeting.world(Mesh(data=2, x=2))
-    heard = []
-    for axis in ("data", "x"):
-        mail = world.open_transport(axis)
-        for peer in mail.peers:
-            mail.post(peer, "hello", torch.tensor([world.rank, peer]))
-        heard += [[a.source, *a.tensor.tolist()] for a in [mail.receive(TIMEOUT_S)]]
-        mail.close()
-    return heard
-
-
 def torch_too(meeting: MpiMeeting) -> list[Any]:
     """Checkpoints need torch's own group."""
     ranks: list[Any] = [None] * meeting.num_ranks
     dist.all_gather_object(ranks, meeting.rank)
     return [dist.get_backend(), ranks]
+
+
+def trained_over_gloo(meeting: MpiMeeting) -> list[float]:
+    """Return the losses of a training in these processes, which Gloo carries."""
+    from ganglion.cli.folder import prepare_folder
+    from ganglion.cli.worker import train_in_folder
+
+    file = tiny_run_file(Path(sys.argv[1]) / "run")
+    plan = resolve(file, meeting.num_ranks)
+    launch = mpi_launch()
+    world = torch_world(launch.rank, plan.mesh(), TIMEOUT_S, transport="torch")
+    if launch.rank == 0:
+        prepare_folder(file, plan, "run", resume=False)
+    world.barrier()
+    with warnings.catch_warnings(action="default"), contextlib.redirect_stdout(io.StringIO()):
+        assert train_in_folder(Path(file.output.dir), launch, resume=False, world=world) == 0
+    return [record["loss"] for record in metrics_of(Path(file.output.dir))]
+
+
+def tiny_run_file(folder: Path) -> RunFile:
+    """Return what `ganglion train` would make of TINY and four steps."""
+    keys = [*TINY, *FOUR_STEPS, "--output.dir", str(folder)]
+    overrides = [Override(*pair) for pair in split_overrides(["train", *keys])[1]]
+    return load_run_file(recipe(QUICKSTART), overrides, QUICKSTART)
 
 
 def dying(meeting: MpiMeeting) -> None:
@@ -333,8 +348,10 @@ def main() -> None:
     with (folder / f"stack{os.getpid()}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         meeting = MpiMeeting(TIMEOUT_S)
-        results = {name: globals()[name](meeting) for name in sys.argv[2:]}
-        (folder / f"rank{meeting.rank}.json").write_text(json.dumps(results))
+        results = {}
+        for name in sys.argv[2:]:  # the last may be the end of the process
+            results[name] = globals()[name](meeting)
+            (folder / f"rank{meeting.rank}.json").write_text(json.dumps(results))
         faulthandler.unregister(signal.SIGUSR1)
 
 

@@ -1,4 +1,8 @@
-"""The MPI way between ranks, under a real mpiexec: results, failures, and nobody left behind."""
+"""The MPI way between ranks, under a real mpiexec: results, failures, and nobody left behind.
+
+To start ranks takes longer than what they do. So those of one number do everything in one start, up
+to their death, and what only has to end is run on the side while runs that are watched start up.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,7 @@ import pytest
 
 from ganglion.comm import run_threads
 from ganglion.topology import Mesh
-from tests.command import TINY, alive, environment, ganglion, metrics_of
+from tests.command import TINY, alive, environment, metrics_of
 from tests.dist.test_comm_gloo import every_collective
 
 pytest.importorskip("mpi4py", reason="needs pip install 'ganglion[mpi]'")
@@ -45,8 +51,15 @@ folder = prepare_folder(file, plan, "run", resume=False)
 with forwarded_signals() as received:
     sys.exit(run_under_mpiexec(folder, plan.num_ranks, False, "warning", received))
 """
+# By number of ranks; the last body may end them all.
+BODIES = {
+    2: (*PEACEFUL, "meshes", "trained_over_gloo", "dying"),
+    3: (*PEACEFUL, "dying"),
+}
+OBITUARY = "=" * 40  # what mpiexec says after a death begins so
 RUN = [sys.executable, "-c", TRAIN, "2", *TINY, "--output.dir", "run"]
 LONG = [*RUN, "--train.steps", "100000"]
+FOUR_STEPS = ["--train.steps", "4"]
 
 
 def finish(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
@@ -90,40 +103,154 @@ def run_bodies(num_ranks: int, folder: Path, *names: str) -> tuple[int, str]:
     return code, (folder / "printed").read_text()
 
 
-class Outcome:
-    """What the peaceful bodies returned on every rank of one world."""
+def start(command: list[str], cwd: Path) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, cwd=cwd, env=environment(), **pipes)
 
-    def __init__(self, num_ranks: int, folder: Path) -> None:
-        code, errors = run_bodies(num_ranks, folder, *PEACEFUL)
-        assert code == 0, errors
-        assert errors == ""
-        self.num_ranks = num_ranks
-        self._ranks = [
-            json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)
-        ]
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of bodies ended, what it printed, and what the bodies returned on every rank."""
+
+    num_ranks: int
+    code: int
+    printed: str
+    folder: Path
 
     def of(self, body: str) -> list[Any]:
-        return [rank[body] for rank in self._ranks]
+        files = [self.folder / f"rank{rank}.json" for rank in range(self.num_ranks)]
+        assert all(file.exists() for file in files), self.printed
+        results = [json.loads(file.read_text()) for file in files]
+        assert all(body in each for each in results), self.printed
+        return [each[body] for each in results]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return Outcome(request.param, tmp_path_factory.mktemp(f"mpi{request.param}"))
+def run_all(num_ranks: int, folder: Path, *names: str) -> Outcome:
+    return Outcome(num_ranks, *run_bodies(num_ranks, folder, *names), folder)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_give_what_threads_give(num_ranks: int, tmp_path: Path) -> None:
-    meshes = [Mesh(data=num_ranks), Mesh(x=num_ranks)]
-    if num_ranks == 4:
-        meshes.insert(0, Mesh(data=2, x=2))
-    expected = [run_threads(mesh, every_collective) for mesh in meshes]
-    code, errors = run_bodies(num_ranks, tmp_path, "meshes", *["along_axes"] * (num_ranks == 4))
-    assert code == 0, errors
-    for rank in range(num_ranks):
-        results = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert results["meshes"] == [by_rank[rank] for by_rank in expected]
-        beside = [rank ^ 2, rank ^ 1]  # along data, along x
-        assert results.get("along_axes", []) == [[p, p, rank] for p in beside][: num_ranks - 2]
+def run_training(folder: Path) -> tuple[int, str]:
+    return finish(start([*RUN, *FOUR_STEPS], folder), folder)
+
+
+def run_training_without_a_trace(folder: Path) -> tuple[int, str]:
+    """Rank 1 cannot write its trace."""
+    (folder / "run/trace/rank1.jsonl").mkdir(parents=True)
+    return run_training(folder)
+
+
+class Errands:
+    """Everything that is started and has only to end, one after the other on a thread."""
+
+    def __init__(self, make_folder: Callable[[str], Path]) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._make_folder = make_folder
+        self._folders: dict[str, Path] = {}
+        self._results: dict[str, Future[Any]] = {}
+        for work in (run_training, run_training_without_a_trace):
+            self._submit(work.__name__, work)
+        for number, names in BODIES.items():
+            self._submit(f"bodies{number}", lambda f, n=number, m=names: run_all(n, f, *m))
+        self._submit("raising", lambda folder: run_bodies(2, folder, "raising"))
+
+    def result(self, name: str) -> Any:
+        return self._results[name].result(timeout=10 * DEADLINE_S)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def folder(self, name: str) -> Path:
+        return self._folders[name]
+
+    def _submit(self, name: str, work: Callable[[Path], Any]) -> None:
+        self._folders[name] = self._make_folder(name)
+        self._results[name] = self._thread.submit(work, self._folders[name])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def errands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Errands]:
+    found = Errands(tmp_path_factory.mktemp)
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=[2, 3])
+def outcome(request: pytest.FixtureRequest, errands: Errands) -> Outcome:
+    return errands.result(f"bodies{request.param}")
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A run that is under way, and its ranks; whatever is left of it is ended afterwards."""
+    process = start(LONG, tmp_path)
+    metrics = tmp_path / "run/metrics.jsonl"
+    end_s = time.monotonic() + DEADLINE_S
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_s, "no step was finished in time"
+        time.sleep(0.05)
+    started = psutil.Process(process.pid).children(recursive=True)
+    yield process, [each for each in started if "ganglion.cli.mpi" in each.cmdline()[1:4]]
+    end(process)
+    for each in started:
+        if each.is_running():
+            each.kill()
+
+
+LongRun = tuple[subprocess.Popen[str], list[psutil.Process]]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+def test_ctrl_c_stops_with_a_checkpoint(long_run: LongRun, tmp_path: Path) -> None:
+    process, ranks = long_run
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGINT)
+    code, errors = finish(process, tmp_path)
+    assert code == 130, errors
+    assert "stopping after this step, with a checkpoint" in errors
+    assert "Traceback" not in errors and "error:" not in errors
+    done = len(metrics_of(tmp_path / "run"))
+    assert (tmp_path / f"run/checkpoints/step-{done:08d}/state.json").exists()
+    assert gone(ranks)
+
+
+def test_a_second_ctrl_c_stops_at_once(long_run: LongRun, tmp_path: Path) -> None:
+    process, ranks = long_run
+    for rank in ranks:  # frozen ranks never finish their step
+        rank.suspend()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert finish(process, tmp_path)[0] == 130
+    assert gone(ranks)
+
+
+def test_a_killed_rank_of_a_training_is_told(long_run: LongRun, tmp_path: Path) -> None:
+    process, ranks = long_run
+    ranks[1].kill()
+    code, errors = finish(process, tmp_path)
+    assert code == 1
+    assert "error: a rank died and mpiexec ended the others, code 9" in errors
+    assert f"process {ranks[1].pid} on " in errors
+    assert gone(ranks)
+
+
+def test_ranks_do_not_outlive_a_killed_parent(long_run: LongRun) -> None:
+    process, ranks = long_run
+    process.kill()
+    process.communicate()
+    assert gone(ranks)
+
+
+def test_ranks_give_what_threads_give(errands: Errands) -> None:
+    """Four ranks do so in test_all_carriers."""
+    expected = [run_threads(mesh, every_collective) for mesh in (Mesh(data=2), Mesh(x=2))]
+    for rank, found in enumerate(errands.result("bodies2").of("meshes")):
+        assert found == [by_rank[rank] for by_rank in expected]
 
 
 def test_every_bit_is_that_of_the_order_of_rank(outcome: Outcome) -> None:
@@ -202,109 +329,34 @@ def test_torch_has_a_world_for_checkpoints(outcome: Outcome) -> None:
     assert outcome.of("torch_too") == [["gloo", ranks]] * outcome.num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_killed_rank_ends_the_job(num_ranks: int, tmp_path: Path) -> None:
-    code, errors = run_bodies(num_ranks, tmp_path, "dying")
-    assert code != 0
-    assert "signal 9" in errors
-    assert alive([int(path.name.removeprefix("stack")) for path in tmp_path.glob("stack*")]) == []
+def test_a_killed_rank_ends_the_job(outcome: Outcome) -> None:
+    before, _, obituary = outcome.printed.partition(OBITUARY)
+    assert before.strip() == ""  # nobody had anything to say until then
+    assert outcome.code != 0
+    assert "signal 9" in obituary
+    pids = [int(path.name.removeprefix("stack")) for path in outcome.folder.glob("stack*")]
+    assert len(pids) == outcome.num_ranks
+    assert alive(pids) == []
 
 
-def test_an_uncaught_error_ends_the_job(tmp_path: Path) -> None:
-    code, errors = run_bodies(2, tmp_path, "raising")
+def test_an_uncaught_error_ends_the_job(errands: Errands) -> None:
+    code, errors = errands.result("raising")
     assert code != 0
     assert "ValueError: something nobody catches" in errors
 
 
-def start(command: list[str], cwd: Path) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, cwd=cwd, env=environment(), **pipes)
-
-
-def test_training_gives_what_gloo_gives(tmp_path: Path) -> None:
-    steps = ["--train.steps", "4"]
-    code, errors = finish(start([*RUN, *steps], tmp_path), tmp_path)
+def test_training_gives_what_gloo_gives(errands: Errands) -> None:
+    code, errors = errands.result("run_training")
     assert code == 0, errors
-    plain = ganglion("train", *TINY, *steps, "--nproc", "2", "--output.dir", "gloo", cwd=tmp_path)
-    assert plain.returncode == 0, plain.stderr
-    losses, expected = ([r["loss"] for r in metrics_of(tmp_path / n)] for n in ("run", "gloo"))
-    assert losses == expected
-    assert "rank 1 of 2, started by mpiexec" in (tmp_path / "run/logs/rank1.log").read_text()
-    assert (tmp_path / "run/checkpoints/step-00000004/state.json").exists()
+    run = errands.folder("run_training") / "run"
+    losses = [record["loss"] for record in metrics_of(run)]
+    assert errands.result("bodies2").of("trained_over_gloo") == [losses, losses]
+    assert "rank 1 of 2, started by mpiexec" in (run / "logs/rank1.log").read_text()
+    assert (run / "checkpoints/step-00000004/state.json").exists()
 
 
-@pytest.fixture
-def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A run that is under way, and its ranks; whatever is left of it is ended afterwards."""
-    process = start(LONG, tmp_path)
-    metrics = tmp_path / "run/metrics.jsonl"
-    end_s = time.monotonic() + DEADLINE_S
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end_s, "no step was finished in time"
-        time.sleep(0.05)
-    started = psutil.Process(process.pid).children(recursive=True)
-    yield process, [each for each in started if "ganglion.cli.mpi" in each.cmdline()[1:4]]
-    end(process)
-    for each in started:
-        if each.is_running():
-            each.kill()
-
-
-LongRun = tuple[subprocess.Popen[str], list[psutil.Process]]
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    return psutil.wait_procs(processes, timeout=20)[1] == []
-
-
-def test_ctrl_c_stops_with_a_checkpoint(long_run: LongRun, tmp_path: Path) -> None:
-    process, ranks = long_run
-    assert len(ranks) == 2
-    process.send_signal(signal.SIGINT)
-    code, errors = finish(process, tmp_path)
-    assert code == 130, errors
-    assert "stopping after this step, with a checkpoint" in errors
-    assert "Traceback" not in errors and "error:" not in errors
-    done = len(metrics_of(tmp_path / "run"))
-    assert (tmp_path / f"run/checkpoints/step-{done:08d}/state.json").exists()
-    assert gone(ranks)
-
-
-def test_a_second_ctrl_c_stops_at_once(long_run: LongRun, tmp_path: Path) -> None:
-    process, ranks = long_run
-    for rank in ranks:  # frozen ranks never finish their step
-        rank.suspend()
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert finish(process, tmp_path)[0] == 130
-    assert gone(ranks)
-
-
-def test_a_killed_rank_of_a_training_is_told(long_run: LongRun, tmp_path: Path) -> None:
-    process, ranks = long_run
-    ranks[1].kill()
-    code, errors = finish(process, tmp_path)
-    assert code == 1
-    assert "error: a rank died and mpiexec ended the others, code 9" in errors
-    assert f"process {ranks[1].pid} on " in errors
-    assert gone(ranks)
-
-
-def test_ranks_do_not_outlive_a_killed_parent(long_run: LongRun) -> None:
-    process, ranks = long_run
-    process.kill()
-    process.communicate()
-    assert gone(ranks)
-
-
-def test_an_error_of_one_rank_is_told_once(tmp_path: Path) -> None:
-    """Rank 1 cannot write its trace."""
-    command = [*RUN, "--train.steps", "4"]
-    (tmp_path / "run/trace/rank1.jsonl").mkdir(parents=True)
-    code, errors = finish(start(command, tmp_path), tmp_path)
+def test_an_error_of_one_rank_is_told_once(errands: Errands) -> None:
+    code, errors = errands.result("run_training_without_a_trace")
     assert code == 1
     assert errors.count("error: rank 1 failed: IsADirectoryError: ") == 1
     assert "error: rank 0" not in errors

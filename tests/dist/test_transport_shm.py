@@ -36,7 +36,7 @@ from ganglion.comm.unix_mesh import connect_mesh
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.trace import Recorder
 from tests.harness import RankFailed, Ranks
-from tests.messages import check_letters, exchange_letters, make_tensor, traffic
+from tests.messages import check_letters, exchange_checked, make_tensor, traffic
 
 pytestmark = pytest.mark.timeout(100)
 MEBIBYTE = 1 << 20
@@ -480,13 +480,7 @@ def opened(world: World) -> ShmTransport:
 
 def exchange_between_processes(world: World, seeds: list[int]) -> int:
     transport = opened(world)
-    num_arrivals = 0
-    for seed in seeds:
-        letters = traffic(seed, world.num_ranks, 60)
-        arrivals = exchange_letters(transport, letters, seed)
-        check_letters(arrivals, letters, world.rank)
-        num_arrivals += len(arrivals)
-        world.barrier()  # letters of the next seed must not come early
+    num_arrivals = exchange_checked(world, transport, seeds, 60)
     transport.close()
     return num_arrivals
 

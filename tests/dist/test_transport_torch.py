@@ -18,7 +18,7 @@ from ganglion.comm.torch_transport import _RECORD_BYTES, TorchTransport
 from ganglion.errors import PeerLost, ProtocolError
 from ganglion.trace import Recorder
 from tests.harness import RankFailed, Ranks
-from tests.messages import check_letters, exchange_letters, traffic
+from tests.messages import exchange_checked
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -34,13 +34,7 @@ def open_files() -> int:
 
 def exchange_between_processes(world: World, seeds: list[int]) -> int:
     transport = opened(world)
-    num_arrivals = 0
-    for seed in seeds:
-        letters = traffic(seed, world.num_ranks, 40)
-        arrivals = exchange_letters(transport, letters, seed)
-        check_letters(arrivals, letters, world.rank)
-        num_arrivals += len(arrivals)
-        world.barrier()  # letters of the next seed must not come early
+    num_arrivals = exchange_checked(world, transport, seeds, 40)
     transport.close()
     return num_arrivals
 
