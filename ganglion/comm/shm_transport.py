@@ -159,7 +159,8 @@ class ShmTransport(TransportBase):
     def _pump(self, timeout_s: float) -> bool:
         """Let all sockets make progress once; return whether there was any within the time."""
         ready = self._poll.poll(max(0.0, timeout_s) * 1000)
-        self._serve(ready)
+        if ready:
+            self._serve(ready)
         return bool(ready)
 
     def _serve(self, ready: list[tuple[int, int]]) -> None:

@@ -69,11 +69,8 @@ def _costs(request: RunRequest) -> list[float]:
     blocks, sample = request.blocks, request.sample
     if sample is None or request.plan.stage_boundaries:
         return guessed_costs(blocks)
-
-    def measure() -> list[float]:
-        return measured_costs(blocks, request.loss_fn, sample, request.autocast)
-
-    return agreed_costs(request.world, measure, len(blocks))
+    measured = measured_costs(blocks, request.loss_fn, sample, request.autocast)
+    return agreed_costs(request.world, measured)
 
 
 def _as_decided(request: RunRequest, cut: Cut) -> Plan:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ganglion.comm import World
 from ganglion.models import LossFn, named_buffers
 
-_REPEATS = 3  # the least of them counts: whatever disturbs a measurement makes it longer
+_REPEATS = 4  # the least of them counts: whatever disturbs a measurement makes it longer
 _BACKWARD_SHARE = 2.0  # backward over forward, of a block whose backward cannot be run alone
 
 Sample = tuple[Tensor, Tensor]
@@ -41,12 +41,14 @@ def guessed_costs(blocks: Mapping[str, nn.Module]) -> list[float]:
     ]
 
 
-def agreed_costs(world: World, measure: Callable[[], Sequence[float]], count: int) -> list[float]:
-    """Return what the first rank measured: all must cut at the same places."""
-    mine = measure() if world.rank == 0 else [0.0] * count
-    table = torch.tensor(mine, dtype=torch.float64)
-    world.everyone().broadcast(table).wait()
-    return [float(cost) for cost in table]
+def agreed_costs(world: World, measured: Sequence[float]) -> list[float]:
+    """Return the least that any rank measured, block by block: all must cut at the same places.
+
+    Ranks measure side by side, as they will compute: the more of them, the less a bad moment of one
+    counts.
+    """
+    table = world.gather_numbers(list(measured))
+    return [float(cost) for cost in table.min(dim=0).values]
 
 
 def measured_costs(

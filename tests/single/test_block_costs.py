@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ganglion import Plan, parallelize
+from ganglion.comm import World, run_threads
+from ganglion.costs import balanced_boundaries
 from ganglion.train import block_costs
-from ganglion.train.block_costs import guessed_costs, measured_costs
+from ganglion.train.block_costs import agreed_costs, guessed_costs, measured_costs
 
 
 class Clock:
@@ -93,7 +97,7 @@ def test_the_last_block_pays_for_the_loss(clock: Clock) -> None:
 
 
 def test_the_least_of_the_repeats_counts(clock: Clock) -> None:
-    taken = iter([9.0, 5.0, 1.0, 7.0])
+    taken = iter([0.5, 5.0, 1.0, 7.0, 3.0])  # the first only warms up
 
     class Varying(Slow):
         def forward(self, hidden: Tensor) -> Tensor:
@@ -139,3 +143,35 @@ def test_a_measurement_leaves_no_trace() -> None:
 def test_a_guess_counts_weights_but_not_tables() -> None:
     blocks = {"embed": nn.Embedding(1000, 8), "linear": nn.Linear(8, 4)}
     assert guessed_costs(blocks) == [1.0, 1.0 + 8 * 4 + 4]
+
+
+def _cut(world: World) -> tuple[int, ...]:
+    """Cut four blocks in two stages, of which the two ranks measure different costs."""
+    costs = [(1.0, 9.0, 1.0, 1.0), (9.0, 1.0, 1.0, 2.5)][world.rank]
+    return balanced_boundaries(agreed_costs(world, costs), 2)
+
+
+def test_all_ranks_cut_where_the_least_costs_of_all_are_even() -> None:
+    assert run_threads(Plan(pipe=2).mesh(), _cut) == [(2,), (2,)]
+
+
+def _measured_run(world: World) -> tuple[int, ...]:
+    """Let the first block cost as much as the three others."""
+    clock = Clock()
+    block_costs_clock[threading.get_ident()] = clock
+    blocks = [Slow(clock, 3.0), Slow(clock, 1.0), Slow(clock, 1.0), Slow(clock, 1.0)]
+    plan = Plan(pipe=2, num_microbatches=2)
+    run = parallelize(
+        blocks, nn.functional.mse_loss, torch.optim.SGD, plan, world=world, sample=SAMPLE
+    )
+    return run.plan.stage_boundaries
+
+
+block_costs_clock: dict[int, Clock] = {}
+
+
+def test_a_run_with_a_sample_is_cut_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        block_costs, "_now_s", lambda: block_costs_clock[threading.get_ident()].now_s
+    )
+    assert run_threads(Plan(pipe=2).mesh(), _measured_run) == [(1,), (1,)]
