@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ganglion.comm.choice import TORCH
-from ganglion.comm.collectives import Group
+from ganglion.comm.collectives import Group, Handle
 from ganglion.comm.traced import TracedGroup
 from ganglion.comm.transport import Transport
 from ganglion.errors import CommError
@@ -89,10 +89,16 @@ class World:
 
     def gather_numbers(self, numbers: list[float]) -> Tensor:
         """Return every rank's numbers as a (ranks, numbers) table of doubles on the host."""
+        handle, table = self.start_gather(numbers)
+        handle.wait()
+        return table
+
+    def start_gather(self, numbers: list[float]) -> tuple[Handle, Tensor]:
+        """Start to gather every rank's numbers; return the handle and the table to be filled."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         table = torch.empty(self.num_ranks * len(numbers), dtype=torch.float64)
-        self.everyone().all_gather(table, mine).wait()
-        return table.view(self.num_ranks, len(numbers))
+        handle = self.everyone().all_gather(table, mine)
+        return handle, table.view(self.num_ranks, len(numbers))
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank, without pickling."""

@@ -51,6 +51,15 @@ class Alarm:
         if arrival is not None:
             raise told_error(arrival)
 
+    def heard(self) -> GanglionError | None:
+        """Return what another rank told before it went, and drop all other mail."""
+        for transport in self._all:
+            with contextlib.suppress(CommError):
+                while (arrival := transport.poll()) is not None:
+                    if arrival.header.kind == ERROR_KIND:
+                        return told_error(arrival)
+        return None
+
     def ring(self, error: Exception) -> None:
         """Tell everybody who can be reached, within about a second."""
         payload = torch.frombuffer(bytearray(_text(error).encode()), dtype=torch.uint8)

@@ -140,15 +140,33 @@ class Engine:
                 schedule.on_finish(action)
         self._forwards = None
 
+    def wait_for(self, is_done: Callable[[], bool], awaiting: str) -> None:
+        """Return when something that runs by itself is done; meanwhile alarms are heard."""
+        with self.telling():
+            self._idle_since_s = None
+            while not is_done():
+                self._look()
+                self._check_patience(awaiting)
+                self._nap()
+
     def close(self) -> None:
         """Close the transports."""
         self._alarm.close()
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Let every rank know what fails inside; it would wait in vain."""
+        """Let every rank know what fails inside; it would wait in vain.
+
+        A peer that is gone may have said why: then its own words are raised.
+        """
         try:
             yield
+        except CommError as error:
+            told = self._alarm.heard()
+            self._alarm.ring(told or error)
+            if told is None:
+                raise
+            raise told from error
         except Exception as error:
             self._alarm.ring(error)
             raise

@@ -59,5 +59,8 @@ class Executor(Protocol):
     def request_stop(self) -> None:
         """Ask all ranks to stop; a result to come says so everywhere."""
 
+    def gather_numbers(self, numbers: list[float]) -> Tensor:
+        """Return every rank's numbers as a (ranks, numbers) table, hearing what fails elsewhere."""
+
     def close(self) -> None:
         """Release what it holds."""

@@ -126,8 +126,17 @@ class PipelineExecutor:
     def outputs(self, inputs: Tensor) -> Tensor:
         """Return what the model makes of some inputs, on every rank of the pipeline."""
         found = self._forwards([(inputs.to(self._device), None)])
-        group = self._world.group("pipe")
-        return broadcast_tensor(group, found[0] if found else None, self._last.pipe, self._device)
+        group, mine = self._world.group("pipe"), found[0] if found else None
+        with self._engine.telling():
+            return broadcast_tensor(group, mine, self._last.pipe, self._device)
+
+    def gather_numbers(self, numbers: list[float]) -> Tensor:
+        """Return every rank's numbers; what fails on another rank is raised here too."""
+        handle, table = self._world.start_gather(numbers)
+        self._engine.wait_for(handle.is_done, "the numbers of all ranks")
+        with self._engine.telling():
+            handle.wait()
+        return table
 
     def close(self) -> None:
         """Close the transports and let go of the gradients."""

@@ -83,6 +83,10 @@ class ReplicaExecutor:
         """Ask all ranks to stop."""
         self._stop = True
 
+    def gather_numbers(self, numbers: list[float]) -> Tensor:
+        """Return every rank's numbers."""
+        return self._world.gather_numbers(numbers)
+
     def close(self) -> None:
         """Let go of the gradients."""
         self._reducer.close()

@@ -87,7 +87,7 @@ class Run:
         with self.recorder.span(COMPUTE, "evaluate", step=self.step - 1):
             losses = [self._parts.executor.evaluate(drawn.at(i)) for i in range(num_batches)]
         known = [loss for loss in losses if loss is not None]
-        table = self.world.gather_numbers([sum(known), len(known)])
+        table = self._parts.executor.gather_numbers([sum(known), len(known)])
         return float(table[:, 0].sum() / table[:, 1].sum())
 
     def outputs(self, inputs: Tensor) -> Tensor:
