@@ -51,7 +51,7 @@ WAYS = ((FLUSH, False), (LATE, False), (LATE, True))
 GRIDS: dict[str, tuple[float, ...]] = {
     "sgd": (0.05, 0.1, 0.2),
     "adamw": (1e-3, 2e-3, 4e-3),
-    "muon": (8e-3, 1.6e-2, 3.2e-2),
+    "muon": (1.6e-2, 3.2e-2, 6.4e-2),
 }
 
 
