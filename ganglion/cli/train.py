@@ -107,7 +107,7 @@ def warn_of_late_gradients(file: RunFile, plan: Plan) -> None:
         typer.echo(
             'warning: parallel.schedule = "two_bw" makes every gradient one update late, and '
             'optimizer.name = "adamw" can end at a higher loss for it than under a schedule that '
-            "flushes: try optimizer.error_feedback = true",
+            "flushes: optimizer.error_feedback = true can win a part of it back",
             err=True,
         )
 
