@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from ganglion.comm import Arrival, Transport, World
+from ganglion.comm.message import Numbers
 from ganglion.trace import Recorder
 
 _KINDS = {"forward": 0, "backward": 1}
@@ -52,33 +53,17 @@ class Departures:
         _sleep_until(self.due_s(kind, stage, microbatch))
 
 
-class DelayedTransport:
+class DelayedTransport(Transport):
     """A transport that holds activations and gradients back until they are due."""
 
     def __init__(self, inner: Transport, departures: Departures) -> None:
+        super().__init__(inner.rank, inner.peers, None)
         self._inner = inner
         self._departures = departures
         self._held: deque[tuple[float, Arrival]] = deque()
 
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return self._inner.peers
-
-    def post(
-        self,
-        target: int,
-        kind: str,
-        tensor: Tensor,
-        *,
-        step: int = -1,
-        stage: int = -1,
-        microbatch: int = -1,
-        version: int = -1,
-    ) -> None:
+    def _carry(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        step, stage, microbatch, version, _ = numbers
         if kind in _KINDS:
             self._departures.note(kind, stage, microbatch)
         self._inner.post(

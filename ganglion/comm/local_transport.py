@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ganglion.comm.message import Arrival, Forms, Numbers, plain_copy, unsent_arrival
-from ganglion.comm.transport import death, left, silence
-from ganglion.comm.transport_base import TransportBase
+from ganglion.comm.transport import Transport, death, left, silence
 from ganglion.errors import ProtocolError
 from ganglion.trace import Recorder
 
@@ -127,7 +126,7 @@ class _Mailbox:
             raise left(rank, peers, doing)
 
 
-class LocalTransport(TransportBase):
+class LocalTransport(Transport):
     """One thread's end of a LocalMail."""
 
     def __init__(

@@ -30,8 +30,7 @@ from ganglion.comm.message import (
 )
 from ganglion.comm.mpi_blocks import Blocks
 from ganglion.comm.mpi_progress import Activity, Progress
-from ganglion.comm.transport import death, left, silence
-from ganglion.comm.transport_base import TransportBase
+from ganglion.comm.transport import Transport, death, left, silence
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.trace import Recorder
 
@@ -48,7 +47,7 @@ class _Incoming(NamedTuple):
     request: MPI.Request
 
 
-class MpiTransport(TransportBase):
+class MpiTransport(Transport):
     """Carries messages between the processes of one communicator, which the transport owns."""
 
     def __init__(

@@ -23,8 +23,7 @@ from torch import Tensor
 from ganglion.comm.message import Arrival, Numbers, plain_copy, unsent_arrival
 from ganglion.comm.shm_link import Broken, Link
 from ganglion.comm.shm_memory import MakeSegment, Segment
-from ganglion.comm.transport import left, silence
-from ganglion.comm.transport_base import TransportBase
+from ganglion.comm.transport import Transport, left, silence
 from ganglion.comm.unix_mesh import Exchange, connect_mesh
 from ganglion.errors import CommError, ProtocolError
 from ganglion.trace import Recorder
@@ -45,7 +44,7 @@ def open_shm_transport(
     return ShmTransport(rank, connect_mesh(rank, ranks, exchange, timeout_s), trace)
 
 
-class ShmTransport(TransportBase):
+class ShmTransport(Transport):
     """Carries messages between this rank and others of the same host."""
 
     def __init__(

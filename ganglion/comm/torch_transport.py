@@ -38,8 +38,7 @@ from ganglion.comm.message import (
     unsent_arrival,
 )
 from ganglion.comm.torch_group import new_group
-from ganglion.comm.transport import death, left, silence
-from ganglion.comm.transport_base import TransportBase
+from ganglion.comm.transport import Transport, death, left, silence
 from ganglion.errors import CommError, ProtocolError
 from ganglion.trace import Recorder
 
@@ -61,7 +60,7 @@ class _Departed(NamedTuple):
 Inbox = queue.SimpleQueue[Arrival | _Lost | _Departed]
 
 
-class TorchTransport(TransportBase):
+class TorchTransport(Transport):
     """Carries messages between pairs of ranks of torch's world."""
 
     def __init__(
