@@ -72,13 +72,13 @@ class Plan:
         # How many chunks a rank holds is the schedule's affair: it checks the number itself.
         if cuts and (len(cuts) + 1) % self.pipe:
             raise LayoutError(
-                f"stage_boundaries has {len(cuts)} cuts, but pipe={self.pipe} stages need "
+                f"parallel.stage_boundaries has {len(cuts)} cuts, but pipe={self.pipe} stages need "
                 f"{self.pipe - 1} (pipe * chunks - 1 with several chunks a rank)"
             )
         if any(cut < 1 for cut in cuts) or list(cuts) != sorted(set(cuts)):
             raise LayoutError(
-                f"stage_boundaries {list(cuts)} must rise strictly and begin at 1 or later: each "
-                f"names the first block of a stage, and no stage may be empty"
+                f"parallel.stage_boundaries {list(cuts)} must rise strictly and begin at 1 or "
+                f"later: each names the first block of a stage, and no stage may be empty"
             )
 
     @classmethod
