@@ -26,6 +26,7 @@ from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.pipeline.alarm import ERROR_KIND, LISTEN_S, Alarm, told_error
 from ganglion.pipeline.ledger import Ledger
 from ganglion.pipeline.naming import ACTION_NAMES, named
+from ganglion.pipeline.predictions import PREDICT_KIND, Predictions
 from ganglion.pipeline.worker import Predict, Worker
 from ganglion.schedules import ForwardOnly, RankSchedule
 from ganglion.schedules.action import (
@@ -41,7 +42,6 @@ from ganglion.trace import COMPUTE as COMPUTE_LANE
 from ganglion.trace import HOST, Recorder
 
 FORWARD_KIND, BACKWARD_KIND = "forward", "backward"
-PREDICT_KIND = "predict"  # activations of a run that only goes forward
 _KINDS = {FORWARD_KIND: FORWARD, BACKWARD_KIND: BACKWARD}
 # How often a reduction that runs by itself is looked at while there is nothing else to do: at once
 # for a moment, as most end within it, then now and then.
@@ -76,8 +76,7 @@ class Engine:
         self._timeout_s = timeout_s
         self._alarm = Alarm(transport, siblings)
         self._payloads: dict[tuple[str, int, int], Tensor] = {}
-        self._to_predict: dict[tuple[int, int], Tensor] = {}  # by stage and microbatch
-        self._forwards: ForwardOnly | None = None
+        self._predictions = Predictions()
         self._reducing: list[Action] = []
         self._idle_since_s: float | None = None
         self._num_stages = schedule.stage_map.num_stages
@@ -126,9 +125,7 @@ class Engine:
         They are numbered through all such runs, for a rank may be ahead of the next.
         """
         schedule = ForwardOnly(self._schedule.rank, self._schedule.stage_map, microbatches)
-        self._forwards = schedule
-        for stage, microbatch in self._to_predict:
-            schedule.on_arrival(Message(FORWARD, stage, microbatch, 0))
+        self._predictions.begin(schedule)
         with self.telling():
             while not schedule.done:
                 self._look()
@@ -138,7 +135,7 @@ class Engine:
                     continue
                 self._predict(action, predict)
                 schedule.on_finish(action)
-        self._forwards = None
+        self._predictions.end(microbatches)
 
     def wait_for(self, is_done: Callable[[], bool], awaiting: str) -> None:
         """Return when something that runs by itself is done; meanwhile alarms are heard."""
@@ -227,7 +224,7 @@ class Engine:
     def _predict(self, action: Action, predict: Predict) -> None:
         self._idle_since_s = None
         try:
-            output = predict(action, self._to_predict.pop((action.stage, action.index), None))
+            output = predict(action, self._predictions.pop(action))
         except CommError:
             raise
         except Exception as error:
@@ -370,9 +367,7 @@ class Engine:
         self._idle_since_s = None
         kind = _KINDS.get(header.kind)
         if header.kind == PREDICT_KIND:
-            self._to_predict[header.stage, header.microbatch] = arrival.tensor
-            if self._forwards is not None:
-                self._forwards.on_arrival(Message(FORWARD, header.stage, header.microbatch, 0))
+            self._predictions.take(arrival)
             return
         if kind is None:
             if not self._worker.take(arrival):
