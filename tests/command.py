@@ -31,13 +31,20 @@ def ganglion(
     *arguments: str, cwd: Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `ganglion ...` and return what it printed and its exit code."""
+    return python("-m", "ganglion", *arguments, cwd=cwd, env=env)
+
+
+def python(
+    *arguments: str, cwd: Path, env: dict[str, str] | None = None, deadline_s: float = DEADLINE_S
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ...` and return what it printed and its exit code."""
     return subprocess.run(
-        [sys.executable, "-m", "ganglion", *arguments],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
         env=env or environment(),
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
     )
 
 

@@ -14,9 +14,10 @@ from ganglion.comm import World
 from ganglion.config import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.config.schema import OptimizerSection
 from ganglion.models import build_model, cross_entropy
+from ganglion.trace import Event, Recorder
 from ganglion.train import Run
 from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
-from tests.serial import Batch, History, copies
+from tests.serial import Batch, History, copies, train_serially
 
 SHAPES: dict[str, ModelShape] = {
     "gpt": GPTShape(
@@ -129,3 +130,24 @@ def train_parallel(world: World, plan: Plan, case: Case) -> History:
         history.gradients.append(copies(run.gradients()))
     history.weights = copies(run.model_tensors())
     return history
+
+
+def train_serial(case: Case) -> History:
+    """Train the whole model in this process: what every layout must equal."""
+    return train_serially(
+        make_model(case),
+        cross_entropy,
+        OPTIMIZERS[case.optimizer],
+        make_batches(case),
+        max_grad_norm=case.max_grad_norm,
+    )
+
+
+def train_traced(world: World, plan: Plan, case: Case) -> tuple[Plan, list[Event]]:
+    """Train under `plan` with SGD; return the plan as decided and this rank's events."""
+    recorder = Recorder(world.rank)
+    run = parallelize(
+        make_model(case), cross_entropy, OPTIMIZERS["sgd"], plan, world=world, recorder=recorder
+    )
+    list(run.steps(share_of(batch, world, plan) for batch in make_batches(case)))
+    return run.plan, recorder.events()

@@ -74,7 +74,10 @@ class MpiPool(RankPool):
             pipe.close()
         code = self._mpiexec.wait(START_DEADLINE_S)
         self._printed.seek(0)
-        return code, self._printed.read()
+        with self._printed as printed:
+            text = printed.read()
+        self._folder.cleanup()
+        return code, text
 
     def close(self) -> None:
         """End mpiexec and its ranks; those that are killed leave a segment of MPICH behind."""

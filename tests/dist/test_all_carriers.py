@@ -74,8 +74,9 @@ class Carriers:
     def end_mpi(self) -> tuple[int, str]:
         """Let the ranks of mpiexec go; return its code and all that they printed."""
         self.run(MPI, Performer.close)
-        assert self._mpi is not None
-        return self._mpi.end()
+        ended, self._mpi = self._mpi, None  # what comes after starts others
+        assert ended is not None
+        return ended.end()
 
     def close(self) -> None:
         self._ranks.close()

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.command import environment
+from tests.command import environment, python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "comm.py"
 DEADLINE_S = 110
@@ -41,14 +41,7 @@ def promised(*sizes: str) -> set[str]:
 
 def run(*arguments: str, folder: Path) -> dict[str, Any]:
     """Run it with one message a turn; return the JSON it prints."""
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--rounds", "1", "--repetitions", "1", "--json", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(),
-        timeout=DEADLINE_S,
-    )
+    done = python(str(SCRIPT), "--rounds", "1", "--repetitions", "1", "--json", *arguments, cwd=folder, deadline_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     record: dict[str, Any] = json.loads(done.stdout)
     return record

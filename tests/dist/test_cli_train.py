@@ -14,7 +14,7 @@ import pytest
 
 from ganglion import Plan
 from ganglion.config import load_run_file, read_toml, resolve
-from tests.command import DEADLINE_S, TINY, environment, ganglion, metrics_of
+from tests.command import DEADLINE_S, TINY, environment, ganglion, metrics_of, python
 
 METRICS = {"step", "loss", "grad_norm", "tokens_per_s", "step_s", "lr", "peak_bytes"}
 TWO = ["train", *TINY, "--nproc", "2"]
@@ -110,14 +110,7 @@ def test_another_number_of_processes_sees_the_same_batches(
 
 def test_torchrun(whole_run: tuple[Path, str], tmp_path: Path) -> None:
     options = ["train", *TINY, "--train.steps", "8", "--output.dir", "run"]
-    result = subprocess.run(
-        [*TORCHRUN, *options],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-        timeout=DEADLINE_S,
-    )
+    result = python(*TORCHRUN[1:], *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert losses_of(tmp_path / "run") == losses_of(whole_run[0])
     assert result.stdout.count("run folder:") == 1

@@ -16,10 +16,10 @@ from ganglion import Plan
 from ganglion.comm import World, torch_world
 from ganglion.errors import CheckpointError
 from ganglion.train import Run
-from tests.command import DEADLINE_S, TINY, environment, ganglion, metrics_of
+from tests.command import DEADLINE_S, TINY, environment, ganglion, metrics_of, python
 from tests.harness import Ranks
 from tests.serial import TOLERANCE, History, assert_same_by_name, copies
-from tests.single.test_pipeline_threads import delayed, merged, plan_for
+from tests.pipelines import delayed, merged, plan_for
 from tests.training import FACTORIES, Case, make_batches, make_run, share_of
 
 CASE = Case(
@@ -142,16 +142,10 @@ def test_the_command_resumes_to_the_same_model(tmp_path: Path) -> None:
 
 
 def test_ranks_of_another_launcher_warn_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = ["-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "ganglion", "train", *TINY, *LATE]
-    result = subprocess.run(
-        [*command, "--parallel.pipe", "2", "--train.steps", "1", "--output.dir", "run"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-        timeout=DEADLINE_S,
-    )
+    last = ["--parallel.pipe", "2", "--train.steps", "1", "--output.dir", "run"]
+    result = python(*command, *last, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("one update late") == 1
 

@@ -13,14 +13,14 @@ from ganglion.comm import World, torch_world
 from tests.command import TINY, ganglion, metrics_of
 from tests.harness import Ranks
 from tests.serial import TOLERANCE, History, assert_same_by_name
-from tests.single.test_pipeline_threads import (
+from tests.pipelines import (
     CASE,
     delayed,
     merged,
     plan_for,
-    serial,
     train_at_once,
 )
+from tests.training import train_serial
 from tests.training import Case, train_parallel
 
 
@@ -51,7 +51,7 @@ def test_processes_equal_serial(
 ) -> None:
     case = dataclasses.replace(CASE, max_grad_norm=0.3)
     plan = plan_for(case, schedule, pipe, data, m)
-    expected = delayed(case) if schedule == "two_bw" else serial(case)
+    expected = delayed(case) if schedule == "two_bw" else train_serial(case)
     found = merged(ranks.run(plan.num_ranks, train_on, plan, case, transport), plan)
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE[case.dtype][0])
     assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE[case.dtype][0])

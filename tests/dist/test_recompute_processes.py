@@ -14,7 +14,7 @@ from ganglion.comm import World, torch_world
 from tests.harness import Ranks
 from tests.serial import History, assert_same_by_name, copies
 from tests.single.test_pipeline_shapes import serial, steps_of, train
-from tests.single.test_pipeline_threads import merged
+from tests.pipelines import merged
 from tests.training import OPTIMIZERS
 
 

@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 from ganglion import Plan, parallelize
 from ganglion.comm import World, run_threads
+from tests.pipelines import FLUSHING
 from tests.serial import Batch, assert_same_by_name, copies, load_weights
-from tests.single.test_pipeline_threads import FLUSHING
 from tests.training import OPTIMIZERS, share_of
 
 NUM_STEPS, WIDTH = 4, 6

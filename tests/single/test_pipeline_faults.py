@@ -20,18 +20,17 @@ from ganglion.comm import Faults, World, run_threads
 from ganglion.comm.local_transport import LocalTransport
 from ganglion.errors import CommError, GanglionError, PeerLost, PipelineError, ProtocolError
 from ganglion.models import cross_entropy
-from tests.single.test_pipeline_threads import (
+from tests.pipelines import (
     CASE,
     FLUSHING,
     assert_equals,
     delayed,
     merged,
     plan_for,
-    serial,
     stashed,
     train_at_once,
 )
-from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of
+from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of, train_serial
 
 SCHEDULES = (*FLUSHING, "two_bw", "stash")
 SMALL = dataclasses.replace(CASE, num_steps=2, global_batch_size=4)
@@ -54,7 +53,7 @@ def test_25_runs_with_delays_and_reordering_change_nothing(schedule: str) -> Non
     if schedule == "stash":
         expected = stashed(SMALL, 2, 4, boundary=3)
     else:
-        expected = delayed(SMALL) if schedule == "two_bw" else serial(SMALL)
+        expected = delayed(SMALL) if schedule == "two_bw" else train_serial(SMALL)
     for seed in range(25):
         faults = Faults(seed=seed, delay_s=0.001, reorder=True)
         found = run_threads(plan.mesh(), lambda w: train_at_once(w, plan, SMALL), faults=faults)
@@ -77,7 +76,7 @@ def test_delays_do_not_change_the_versions_that_stash_keeps() -> None:
 def test_delays_with_replicas_and_tied_weights(schedule: str) -> None:
     case = dataclasses.replace(SMALL, model="tied", max_grad_norm=0.5)
     plan = plan_for(case, schedule, 2, 2, 2)
-    expected = delayed(case) if schedule == "two_bw" else serial(case)
+    expected = delayed(case) if schedule == "two_bw" else train_serial(case)
     for seed in range(5):
         assert_equals(plan, case, expected, Faults(seed=seed, delay_s=0.001, reorder=True))
 

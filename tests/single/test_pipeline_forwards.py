@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
+from ganglion.comm import Arrival, Header, World, run_threads
+from ganglion.errors import ProtocolError
 from ganglion.models import generate
+from ganglion.pipeline.predictions import Predictions
 from ganglion.schedules import SCHEDULES, ForwardOnly, StageMap
 from ganglion.schedules.action import FORWARD, Message
 from tests.training import Case, make_batches, make_model, make_run, share_of
@@ -103,3 +105,22 @@ def test_forwards_take_what_is_theirs_and_the_last_stage_first() -> None:
     assert last is not None and str(last) == "2F5"
     schedule.on_finish(last)
     assert schedule.done
+
+
+def _arrival(microbatch: int) -> Arrival:
+    header = Header("predict", -1, 1, microbatch, -1, torch.Size([1]), torch.float32, 7)
+    return Arrival(0, header, torch.full((1,), float(microbatch)))
+
+
+def test_activations_that_come_twice_are_refused_also_when_their_run_is_over() -> None:
+    predictions, schedule = Predictions(), ForwardOnly(1, StageMap(2), range(2))
+    predictions.take(_arrival(0))
+    with pytest.raises(ProtocolError, match=r"rank 0 sent .* which has come before"):
+        predictions.take(_arrival(0))
+    predictions.begin(schedule)  # announces what came before it
+    first = schedule.next()
+    assert first is not None and float(predictions.pop(first)) == 0.0
+    predictions.end(range(2))
+    predictions.take(_arrival(2))  # of the next run
+    with pytest.raises(ProtocolError, match="which has come before"):
+        predictions.take(_arrival(1))

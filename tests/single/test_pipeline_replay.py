@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 import ganglion.train.assemble as assembling
-from ganglion import Plan, parallelize
-from ganglion.comm import Arrival, Faults, Header, World, run_threads
+from ganglion import Plan
+from ganglion.comm import Arrival, Faults, Header, run_threads
 from ganglion.costs import StageTimes
-from ganglion.models import cross_entropy
 from ganglion.pipeline import Engine
 from ganglion.schedules import RankSchedule, planned_schedule
 from ganglion.schedules.action import BACKWARD, COMPUTE, FORWARD, REDUCE, Action, Message
 from ganglion.simulator import Simulation, simulate
 from ganglion.trace import Event, Recorder
-from tests.single.test_pipeline_threads import CASE, FLUSHING, plan_for
-from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of
+from tests.pipelines import CASE, FLUSHING, plan_for
+from tests.training import Case, train_traced
 
 LISTED = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
 DRIVEN = ("message_driven", "two_bw", "stash")
@@ -69,20 +68,8 @@ def decisions(log: Log) -> list[Action | None]:
 def trained(plan: Plan, case: Case, faults: Faults) -> list[list[Event]]:
     """Train with threads and return the trace of each rank."""
 
-    def body(world: World) -> list[Event]:
-        recorder = Recorder(world.rank)
-        run = parallelize(
-            make_model(case),
-            cross_entropy,
-            OPTIMIZERS["sgd"],
-            plan,
-            world=world,
-            recorder=recorder,
-        )
-        list(run.steps(share_of(batch, world, plan) for batch in make_batches(case)))
-        return recorder.events()
-
-    return run_threads(plan.mesh(), body, faults=faults)
+    found = run_threads(plan.mesh(), lambda world: train_traced(world, plan, case), faults=faults)
+    return [events for _, events in found]
 
 
 @pytest.mark.parametrize("schedule", [*LISTED, *DRIVEN])

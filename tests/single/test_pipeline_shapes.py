@@ -13,6 +13,7 @@ from ganglion import Plan
 from ganglion.comm import World, run_threads
 from ganglion.errors import DataError
 from ganglion.models import cross_entropy
+from tests.pipelines import FLUSHING, merged
 from tests.serial import (
     Batch,
     History,
@@ -21,7 +22,6 @@ from tests.serial import (
     train_delayed,
     train_serially,
 )
-from tests.single.test_pipeline_threads import FLUSHING, merged
 from tests.training import OPTIMIZERS, SHAPES, Case, make_batches, make_model, make_run, share_of
 
 CASE = Case(optimizer="sgd", num_steps=4)

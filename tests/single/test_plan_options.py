@@ -7,20 +7,25 @@ import dataclasses
 import pytest
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, run_threads
+from ganglion.comm import run_threads
 from ganglion.errors import ConfigError
 from ganglion.models import cross_entropy
 from ganglion.schedules import BUILT_IN, planned_schedule
 from ganglion.schedules.flush import GPipe
-from ganglion.trace import Event, Recorder
-from tests.single.test_pipeline_threads import (
+from ganglion.trace import Event
+from tests.pipelines import (
     CASE,
     assert_equals,
     assert_equals_delayed,
     plan_for,
-    serial,
 )
-from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of
+from tests.training import (
+    OPTIMIZERS,
+    Case,
+    make_model,
+    train_serial,
+    train_traced,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +41,7 @@ from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of
     ids=str,
 )
 def test_options_and_cuts_equal_serial(plan: Plan) -> None:
-    assert_equals(plan, CASE, serial(CASE))
+    assert_equals(plan, CASE, train_serial(CASE))
 
 
 @pytest.mark.parametrize("extra", [1, 2])
@@ -49,20 +54,7 @@ def traced(plan: Plan) -> list[tuple[Plan, list[Event]]]:
     """Return the plan as decided and the events of every rank."""
     case = dataclasses.replace(CASE, num_steps=2)
 
-    def body(world: World) -> tuple[Plan, list[Event]]:
-        recorder = Recorder(world.rank)
-        run = parallelize(
-            make_model(case),
-            cross_entropy,
-            OPTIMIZERS["sgd"],
-            plan,
-            world=world,
-            recorder=recorder,
-        )
-        list(run.steps(share_of(batch, world, plan) for batch in make_batches(case)))
-        return run.plan, recorder.events()
-
-    return run_threads(plan.mesh(), body)
+    return run_threads(plan.mesh(), lambda world: train_traced(world, plan, case))
 
 
 def most_live(events: list[Event]) -> int:

@@ -17,8 +17,8 @@ from ganglion.comm import World, run_threads
 from ganglion.errors import ConfigError, GanglionError
 from ganglion.pipeline import Chain, Stage, StageSettings, WeightStore, defer_weight_gradients
 from ganglion.topology import Mesh
+from tests.pipelines import CASE, FLUSHING, merged, plan_for, train_at_once
 from tests.serial import Batch, History, assert_same_by_name, copies
-from tests.single.test_pipeline_threads import CASE, FLUSHING, merged, plan_for, train_at_once
 from tests.training import OPTIMIZERS, Case, share_of
 
 SCHEDULES = (*FLUSHING, "two_bw", "stash")

@@ -9,16 +9,15 @@ import torch
 
 from ganglion import Plan
 from ganglion.comm import World, run_threads
-from ganglion.models import cross_entropy
-from tests.serial import TOLERANCE, History, assert_same_by_name, copies, train_serially
+from tests.serial import TOLERANCE, assert_same_by_name, copies
 from tests.training import (
     OPTIMIZERS,
     SHAPES,
     Case,
-    make_batches,
     make_model,
     make_run,
     train_parallel,
+    train_serial,
 )
 
 LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 2), (8, 1)]  # data, num_microbatches
@@ -29,18 +28,8 @@ def plan_for(data: int, num_microbatches: int, case: Case) -> Plan:
     return Plan(data=data, microbatch_size=size, num_microbatches=num_microbatches)
 
 
-def serial(case: Case) -> History:
-    return train_serially(
-        make_model(case),
-        cross_entropy,
-        OPTIMIZERS[case.optimizer],
-        make_batches(case),
-        max_grad_norm=case.max_grad_norm,
-    )
-
-
 def assert_equals_serial(case: Case, plan: Plan) -> None:
-    expected = serial(case)
+    expected = train_serial(case)
     for history in run_threads(plan.mesh(), lambda world: train_parallel(world, plan, case)):
         assert history.losses == pytest.approx(expected.losses, rel=TOLERANCE[case.dtype][0])
         assert history.norms == pytest.approx(expected.norms, rel=TOLERANCE[case.dtype][0])

@@ -14,8 +14,7 @@ from ganglion.config import Override, check_plan, load_run_file, resolve
 from ganglion.errors import ConfigError
 from ganglion.models import cross_entropy
 from ganglion.pipeline import ErrorFeedback, WeightVersions
-from tests.serial import TOLERANCE
-from tests.single.test_pipeline_threads import (
+from tests.pipelines import (
     CASE,
     assert_equals_delayed,
     delayed,
@@ -23,6 +22,7 @@ from tests.single.test_pipeline_threads import (
     plan_for,
     train_at_once,
 )
+from tests.serial import TOLERANCE
 from tests.training import FACTORIES, OPTIMIZERS, Case, make_model
 
 DELAYED = dataclasses.replace(CASE, num_steps=6)
