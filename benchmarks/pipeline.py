@@ -12,6 +12,7 @@ Rows of `real` have the names of schedules; `cpu_s` is the CPU time of all proce
 `virtual_4_two_bw` and the like, and say beside their seconds
 
     over_theory          a step over the schedule's own theoretical time
+    bare_over_theory     the same of a stage's computations alone, without engine and messages
     closer_than_torch    torch's 1F1B over its theory, over ours: above 1, we are closer
     cost_ms              the CPU time of a computation less that of the bare block: the engine,
                          its messages, and a share of what comes once a step
@@ -63,6 +64,7 @@ class PipelineRow(Row):
     first_cut: int | None = None
     theoretical_s: float | None = None
     over_theory: float | None = None
+    bare_over_theory: float | None = None
     closer_than_torch: float | None = None
     cost_ms: float | None = None
     lost_ms: float | None = None
@@ -184,11 +186,16 @@ def virtual_row(
         ratio=None if to is None else statistics.median(seconds[to]) / value,
         theoretical_s=theory_s,
         over_theory=value / theory_s,
+        bare_over_theory=None if task.jitter else _median(figures, "bare_over_theory"),
         cost_ms=1e3 * statistics.median(costs_s),
         lost_ms=1e3 * (value - theory_s) / num_in_a_row,
         cap=entry.cap(),
         peak_live=int(max(said["peak_live"] for turn in figures for said in turn)),
     )
+
+
+def _median(figures: Sequence[Sequence[Figures]], name: str) -> float:
+    return statistics.median(said[name] for turn in figures for said in turn)
 
 
 def make_bars(rows: Sequence[PipelineRow]) -> list[Bar]:
@@ -244,7 +251,7 @@ def real_table(rows: Sequence[PipelineRow]) -> Table:
 
 
 def virtual_table(rows: Sequence[PipelineRow]) -> Table:
-    columns = ("name", "ms a step", "quartiles", "theory", "over theory", "cost_ms", "lost_ms")
+    columns = ("name", "ms a step", "quartiles", "theory", "over it", "bare", "cost_ms", "lost_ms")
     table = _table("stages that sleep", *columns, "cap", "peak live", "ratio")
     for row in rows:
         table.add_row(
@@ -253,6 +260,7 @@ def virtual_table(rows: Sequence[PipelineRow]) -> Table:
             f"{1e3 * row.low:.1f} - {1e3 * row.high:.1f}",
             f"{1e3 * (row.theoretical_s or 0):.1f}",
             _ratio(row.over_theory, ""),
+            _ratio(row.bare_over_theory, ""),
             _ratio(row.cost_ms, ""),
             _ratio(row.lost_ms, ""),
             str(row.cap),
