@@ -223,7 +223,8 @@ class LocalHub:
         """Prepare for the ranks of `mesh`, whose messages suffer `faults`."""
         self._mesh = mesh
         self._timeout_s = timeout_s
-        self._exchanges: dict[tuple[tuple[str, ...], tuple[int, ...]], _Exchange] = {}
+        self._exchanges: dict[tuple[tuple[str, ...], tuple[int, ...], int], _Exchange] = {}
+        self._num_made: Counter[tuple[tuple[str, ...], int]] = Counter()
         self._lock = threading.Lock()
         self._failed: str | None = None
         self._mail: dict[tuple[tuple[str, ...], int], LocalMail] = {}
@@ -238,9 +239,11 @@ class LocalHub:
             if len(ranks) == 1:
                 return SoloGroup(rank)
             with self._lock:
+                number = self._num_made[axes, rank]
+                self._num_made[axes, rank] += 1
                 # A group made after a failure must not wait for a rank that will never come.
                 exchange = self._exchanges.setdefault(
-                    (axes, ranks), _Exchange(ranks, self._timeout_s, self._failed)
+                    (axes, ranks, number), _Exchange(ranks, self._timeout_s, self._failed)
                 )
             return LocalGroup(exchange, ranks.index(rank))
 

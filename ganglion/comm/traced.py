@@ -49,14 +49,25 @@ class TracedHandle:
 class TracedGroup:
     """A group whose collectives are recorded; `plain` is the group itself."""
 
-    def __init__(self, plain: Group, axes: tuple[str, ...], trace: Recorder) -> None:
-        """Record the collectives of `plain`, which lies along `axes`, in `trace`."""
+    def __init__(
+        self, plain: Group, axes: tuple[str, ...], trace: Recorder, label: str = ""
+    ) -> None:
+        """Record the collectives of `plain`, which lies along `axes`, in `trace`.
+
+        A `label` says in the kind of an event what the collective was for: `norm_all_reduce`.
+        """
         self.plain = plain
+        self._axes = axes
+        self._prefix = f"{label}_" if label else ""
         self.trace = trace
         self.ranks = plain.ranks
         self.index = plain.index
         self.size = plain.size
         self._axis = "+".join(axes)
+
+    def labelled(self, label: str) -> TracedGroup:
+        """Return the same group with a label on its events."""
+        return TracedGroup(self.plain, self._axes, self.trace, label)
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members, in place."""
@@ -102,13 +113,18 @@ class TracedGroup:
         end_s = finished_s if known and finished_s is not None else now_s
         self.trace.add(
             COMM,
-            kind,
+            self._prefix + kind,
             start_s,
             end_s,
             step=self.trace.step,
             axis=self._axis,
             num_bytes=num_bytes,
         )
+
+
+def labelled(group: Group, label: str) -> Group:
+    """Return a group whose events say what its collectives are for, if it is recorded at all."""
+    return group.labelled(label) if isinstance(group, TracedGroup) else group
 
 
 def plain_group(group: Group) -> Group:

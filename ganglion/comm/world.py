@@ -48,7 +48,7 @@ class World:
         self.mesh = mesh
         self.coordinates = mesh.coordinates(rank)
         self._group_along = group_along
-        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple[tuple[str, ...], str], Group] = {}
         self._trace: Recorder | None = None
 
     @property
@@ -56,15 +56,20 @@ class World:
         """How many ranks there are."""
         return self.mesh.num_ranks
 
-    def group(self, *axes: str) -> Group:
-        """Return the group along `axes`; all ranks must ask for the same groups in order."""
-        key = tuple(axis for axis in AXES if axis in axes)
+    def group(self, *axes: str, use: str = "") -> Group:
+        """Return the group along `axes`; all ranks must ask for the same groups in order.
+
+        Collectives of one group run one after the other. Another `use` has a group of its own, of
+        the same ranks, which does not queue behind this one.
+        """
+        ordered = tuple(axis for axis in AXES if axis in axes)
+        key = (ordered, use)
         if key not in self._groups:
-            self._groups[key] = self._group_along(key)
+            self._groups[key] = self._group_along(ordered)
         group = self._groups[key]
         if self._trace is None or group.size == 1:
             return group
-        return TracedGroup(group, key, self._trace)
+        return TracedGroup(group, ordered, self._trace)
 
     def record_in(self, trace: Recorder) -> None:
         """Record every collective of the groups asked for from now on."""
