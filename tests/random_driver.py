@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from ganglion.schedules import Follower, Leader, RankSchedule
+from ganglion.schedules import Follower, RankSchedule
 from ganglion.schedules.action import BACKWARD, COMPUTE, FORWARD, Action, Message, Order
 from ganglion.schedules.validate import Case, LawBroken, Step, check_laws
 
-Member = RankSchedule | Leader | Follower
+Member = RankSchedule | Follower
 
 
 class RandomDriver:
@@ -33,11 +33,11 @@ class RandomDriver:
         self._map = first.stage_map
         self._plain = [[make(r) for _ in range(group_size)] for r in range(self._map.num_ranks)]
         self._members = [self._group(group) for group in self._plain]
-        for group in self._members:
-            for member in group:
+        for group in self._plain:
+            for schedule in group:
                 for size in batches:
-                    member.admit(size)
-                member.stop_admitting()
+                    schedule.admit(size)
+                schedule.stop_admitting()
         self._case = Case.of([group[0] for group in self._plain], batches)
         self._now = 0
         # What may happen next: (rank, index in the group, end of an action or arrival).
@@ -47,7 +47,7 @@ class RandomDriver:
     def _group(self, group: list[RankSchedule]) -> list[Member]:
         if self._group_size == 1:
             return [group[0]]
-        return [Leader(group[0]), *(Follower(other) for other in group[1:])]
+        return [group[0], *(Follower(other) for other in group[1:])]
 
     def run(self) -> None:
         """Run to the end, and hold every member of every group to the laws and to its leader."""
@@ -87,14 +87,14 @@ class RandomDriver:
         member = self._members[rank][index]
         while (action := member.next()) is not None:
             computes = action.lane == COMPUTE
-            version = member.version_of(action.index) if computes else action.index
+            schedule = self._plain[rank][index]
+            version = schedule.version_of(action.index) if computes else action.index
             self._future.append((rank, index, (action, self._now, version)))
             self._now += 1
-        if isinstance(member, Leader):
-            for order in member.take_orders():
+            if index == 0:
                 # Orders of one leader keep their order, as messages between two ranks do.
                 for follower in range(1, self._group_size):
-                    self._send_order(rank, follower, order)
+                    self._send_order(rank, follower, Order(action))
 
     def _send_order(self, rank: int, follower: int, order: Order) -> None:
         if any(r == rank and i == follower and isinstance(e, Order) for r, i, e in self._future):
@@ -115,7 +115,7 @@ class RandomDriver:
 
     def _check(self) -> None:
         for index in range(self._group_size):
-            stuck = [r for r, group in enumerate(self._members) if not group[index].done]
+            stuck = [r for r, group in enumerate(self._plain) if not group[index].done]
             if stuck:
                 raise LawBroken(f"ranks {stuck}, member {index}, never ended")
             check_laws(self._case, [step for rank in self._steps for step in rank[index]])

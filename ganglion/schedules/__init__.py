@@ -1,7 +1,7 @@
 """What comes next: the pure rules that the engine and the simulator both follow."""
 
 from ganglion.schedules.buckets import Bucket, plan_buckets
-from ganglion.schedules.follow import Follower, Leader
+from ganglion.schedules.follow import Follower
 from ganglion.schedules.forward_only import ForwardOnly
 from ganglion.schedules.listed import ListedSchedule
 from ganglion.schedules.names import SCHEDULES, canonical_schedule
@@ -28,7 +28,6 @@ __all__ = [
     "Bucket",
     "Follower",
     "ForwardOnly",
-    "Leader",
     "ListedSchedule",
     "RankSchedule",
     "Registry",

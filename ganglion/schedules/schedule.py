@@ -226,8 +226,8 @@ class RankSchedule(ABC):
         """Say whether an action decided elsewhere can start here and now."""
         if wanted.lane in self._busy:
             return False
-        if wanted.lane == COMPUTE:
-            return self._is_ready(wanted)
+        if wanted.lane == COMPUTE:  # the leader may be ahead: its batch may not have entered here
+            return wanted.index in self._batch_of and self._is_ready(wanted)
         return wanted in (self._to_reduce if wanted.kind == REDUCE else self._to_update)
 
     def begin(self, chosen: Action) -> None:

@@ -186,7 +186,7 @@ def test_a_follower_that_ran_ahead_would_be_noticed(monkeypatch: pytest.MonkeyPa
     """The random driver can fail: a follower that decides for itself breaks the agreement."""
     from ganglion.schedules.follow import Follower
 
-    monkeypatch.setattr(Follower, "next", lambda self: self._inner.next())
+    monkeypatch.setattr(Follower, "next", lambda self: self.schedule.next())
     failed = 0
     for seed in range(200):
         try:

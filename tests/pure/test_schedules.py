@@ -14,7 +14,6 @@ from ganglion.errors import ConfigError, GanglionError, LayoutError
 from ganglion.schedules import (
     SCHEDULES,
     Follower,
-    Leader,
     ScheduleOptions,
     StageMap,
     make_schedule,
@@ -103,8 +102,9 @@ def test_books_of_finished_batches_are_closed() -> None:
 
 
 def test_a_follower_waits_for_its_order_and_for_its_input() -> None:
-    leader, follower = Leader(make_schedule("axonn", 1, 3)), Follower(make_schedule("axonn", 1, 3))
-    for one in (leader, follower):
+    leader, led = make_schedule("axonn", 1, 3), make_schedule("axonn", 1, 3)
+    follower = Follower(led)
+    for one in (leader, led):
         one.admit(2)
     arrival = Message("F", 1, 0, 0)
     follower.on_arrival(arrival)
@@ -112,14 +112,32 @@ def test_a_follower_waits_for_its_order_and_for_its_input() -> None:
     leader.on_arrival(arrival)
     chosen = leader.next()
     assert chosen == action("F", 1, 0)
-    follower.on_arrival(leader.take_orders()[0])
+    follower.on_arrival(Order(chosen))
     assert follower.next() is chosen
     follower.on_finish(chosen)
     follower.on_arrival(Order(action("F", 1, 1)))
     assert follower.next() is None
     follower.on_arrival(Message("F", 1, 1, 0))
     assert follower.next() == action("F", 1, 1)
-    assert leader.take_orders() == []
+
+
+def test_a_follower_keeps_the_order_across_lanes() -> None:
+    led = make_schedule("2bw", 1, 2)
+    follower = Follower(led)
+    led.admit(2)
+    follower.on_arrival(Order(action("R", 1, 0)))
+    follower.on_arrival(Order(action("F", 1, 0)))
+    follower.on_arrival(Message("F", 1, 0, 0))
+    assert follower.next() is None, "the reduction comes first, and there is nothing to reduce"
+
+
+def test_an_order_may_come_before_its_batch() -> None:
+    led = make_schedule("axonn", 0, 2)
+    follower = Follower(led)
+    follower.on_arrival(Order(action("F", 0, 0)))
+    assert follower.next() is None
+    led.admit(1)
+    assert follower.next() == action("F", 0, 0)
 
 
 @given(

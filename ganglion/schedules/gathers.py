@@ -1,0 +1,58 @@
+"""Which weight to gather next: the one that followed last time.
+
+Weights stored in pieces along z are gathered for every use. The order of uses repeats: forward
+through the layers, backward through them, with recomputation in between. So the use that followed
+a use once is begun early the next time (AxoNN-4D's OAG):
+
+    uses      F0  F1  F2  B2  B1  B0      gathers    0 | 1   2   . | 1   0
+                                                     ^ begun while the one before is used
+
+A weight that two layers share is used twice in a pass, so a place in the order is two uses: this
+one and the one before. Every rank of a group sees the same uses and thus begins the same gathers in
+the same order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FORWARD, RECOMPUTE, BACKWARD = "F", "R", "B"
+
+
+class Use(NamedTuple):
+    """One use of a weight: in which pass, and which weight."""
+
+    phase: str
+    weight: int
+
+
+class _Place(NamedTuple):
+    before: Use | None
+    use: Use
+
+
+class GatherOrder:
+    """Learns the order of uses, and tells what comes after each."""
+
+    def __init__(self) -> None:
+        """Know no order yet."""
+        self._after: dict[_Place, Use] = {}
+        self._place: _Place | None = None
+
+    def on_use(self, use: Use) -> int | None:
+        """Take note of a use; return the weight that will be used after it, if that is known."""
+        before = None
+        if self._place is not None:
+            before = self._place.use
+            self._after[self._place] = use
+        self._place = _Place(before, use)
+        following = self._after.get(self._place)
+        if following is None or following.weight == use.weight:
+            return None  # a gather of what is in use would only hold the memory of two
+        return following.weight
+
+    def on_change(self) -> None:
+        """Take note that weights changed: what is gathered before that is gathered in vain."""
+        if self._place is not None:
+            self._after.pop(self._place, None)
+        self._place = None
