@@ -23,6 +23,13 @@ from ganglion.schedules import Bucket, plan_buckets
 from ganglion.trace import COMM, Recorder
 
 
+class Reach(NamedTuple):
+    """The ranks that a gradient is summed over, and how many ranks of a replica hold that sum."""
+
+    group: Group
+    num_copies: int = 1
+
+
 class Reduction(NamedTuple):
     """A started all-reduce of one bucket; its start is on the recorder's clock."""
 
@@ -40,12 +47,12 @@ class _Set:
 
 
 class GradientBuckets:
-    """Owns the gradients of some parameters; a set of them can be summed over one group."""
+    """Owns the gradients of some parameters; a set of them can be summed over their groups."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        group: Group,
+        reach: Reach | Mapping[str, Reach],
         recorder: Recorder,
         *,
         bucket_bytes: int,
@@ -54,13 +61,15 @@ class GradientBuckets:
         """Give each trainable parameter a gradient of zeros in every set, and select set 0.
 
         `parameters` are the trainable ones; `layout` says which of them share a bucket, and the
-        order in which buckets are reduced.
+        order in which buckets are reduced. `reach` is that of all, or by their names.
         """
         assert num_sets >= 1, "gradients need at least one set"
-        self._group = group
         self._recorder = recorder
-        self.parameters = [p for p in parameters.values() if p.requires_grad]
-        self.layout = _plan(self.parameters, bucket_bytes)
+        trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.parameters = list(trainable.values())
+        reaches = [reach if isinstance(reach, Reach) else reach[name] for name in trainable]
+        self.layout = _plan(self.parameters, reaches, bucket_bytes)
+        self._reach = [reaches[bucket.members[0]] for bucket in self.layout]
         self._sets = [self._make_set() for _ in range(num_sets)]
         self.select(0)
         self._hooks = [
@@ -104,7 +113,7 @@ class GradientBuckets:
         chosen.step = None
         start_s = self._recorder.clock()
         buffer = chosen.buffers[number]
-        handle = self._group.all_reduce(buffer)
+        handle = self._reach[number].group.all_reduce(buffer)
         chosen.started.append(Reduction(handle, start_s, buffer.nbytes))
 
     def started(self, which: int) -> Sequence[Reduction]:
@@ -118,7 +127,15 @@ class GradientBuckets:
         stays True until the set is zeroed or started again.
         """
         chosen = self._sets[which]
-        return chosen.step is not None and all(self._is_over(r.handle) for r in chosen.started)
+        over = (self._is_over(n, r.handle) for n, r in enumerate(chosen.started))
+        return chosen.step is not None and all(over)
+
+    def square_norm(self, which: int) -> float:
+        """Return this rank's part of the sum of squares: what several ranks hold counts once."""
+        total = 0.0
+        for buffer, reach in zip(self.buffers(which), self._reach, strict=True):
+            total += float(torch.sum(buffer.double() * buffer.double())) / reach.num_copies
+        return total
 
     def wait(self, which: int) -> None:
         """Return when all buckets of a started set hold the sum over the group; record each."""
@@ -130,6 +147,12 @@ class GradientBuckets:
             self._record(reduction, step)
         chosen.started.clear()
         chosen.step = step
+
+    def num_copies(self, parameter: nn.Parameter) -> int:
+        """Return how many ranks of a replica hold the gradient of a parameter."""
+        member = next(i for i, p in enumerate(self.parameters) if p is parameter)
+        holding = (n for n, bucket in enumerate(self.layout) if member in bucket.members)
+        return self._reach[next(holding)].num_copies
 
     def close(self) -> None:
         """Detach from the parameters, which keep their present gradients."""
@@ -143,9 +166,9 @@ class GradientBuckets:
                 "p.grad = ...): leave gradients to the run, it zeroes them before each step"
             )
 
-    def _is_over(self, handle: Handle) -> bool:
+    def _is_over(self, number: int, handle: Handle) -> bool:
         # The handle of a group of one has no end, for nothing was ever begun.
-        return self._group.size == 1 or handle.is_done()
+        return self._reach[number].group.size == 1 or handle.is_done()
 
     def _record(self, reduction: Reduction, step: int) -> None:
         self._recorder.add(
@@ -168,9 +191,9 @@ class GradientBuckets:
 
     def _make_set(self) -> _Set:
         made = _Set()
-        for bucket in self.layout:
+        for bucket, reach in zip(self.layout, self._reach, strict=True):
             first = self.parameters[bucket.members[0]]
-            buffer = self._empty(bucket.num_elements, first).zero_()
+            buffer = _empty(bucket.num_elements, first, reach.group).zero_()
             made.buffers.append(buffer)
             for member, offset in zip(bucket.members, bucket.offsets, strict=True):
                 parameter = self.parameters[member]
@@ -178,25 +201,34 @@ class GradientBuckets:
                 made.views[id(parameter)] = part.view_as(parameter)
         return made
 
-    def _empty(self, num_elements: int, like: Tensor) -> Tensor:
-        """Return memory for a bucket; on the host, such that the group need not copy it."""
-        if like.device.type == "cpu":
-            return self._group.allocate(num_elements, like.dtype)
-        return torch.empty(num_elements, dtype=like.dtype, device=like.device)
+
+def _empty(num_elements: int, like: Tensor, group: Group) -> Tensor:
+    """Return memory for a bucket; on the host, such that the group need not copy it."""
+    if like.device.type == "cpu":
+        return group.allocate(num_elements, like.dtype)
+    return torch.empty(num_elements, dtype=like.dtype, device=like.device)
 
 
-def _plan(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
-    """Bucket each dtype apart, for a buffer has one; buckets keep the order of backward."""
-    dtypes = dict.fromkeys(p.dtype for p in parameters)
-    return [bucket for dtype in dtypes for bucket in _plan_dtype(parameters, dtype, bucket_bytes)]
-
-
-def _plan_dtype(
-    parameters: Sequence[nn.Parameter], dtype: torch.dtype, bucket_bytes: int
+def _plan(
+    parameters: Sequence[nn.Parameter], reaches: Sequence[Reach], bucket_bytes: int
 ) -> list[Bucket]:
-    members = [i for i, p in enumerate(parameters) if p.dtype == dtype]
+    """Bucket what is summed alike, and each dtype apart; buckets keep the order of backward."""
+    kinds = [
+        (p.dtype, id(reach.group), reach.num_copies)
+        for p, reach in zip(parameters, reaches, strict=True)
+    ]
+    found = []
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, each in enumerate(kinds) if each == kind]
+        found += _plan_kind(parameters, members, bucket_bytes // kind[0].itemsize)
+    return found
+
+
+def _plan_kind(
+    parameters: Sequence[nn.Parameter], members: Sequence[int], max_elements: int
+) -> list[Bucket]:
     sizes = [parameters[i].numel() for i in members]
-    bound = max(1, bucket_bytes // dtype.itemsize)
+    bound = max(1, max_elements)
     buckets = plan_buckets(sizes, bound, last_max_elements=max(1, bound // 8))
     return [
         Bucket(tuple(members[i] for i in bucket.members), bucket.offsets, bucket.num_elements)

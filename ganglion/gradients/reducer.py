@@ -15,41 +15,59 @@ arithmetic is the same, so the results are equal to the last bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from ganglion.comm import Group
 from ganglion.errors import ConfigError
-from ganglion.gradients.buckets import GradientBuckets, Reduction
+from ganglion.gradients.buckets import GradientBuckets, Reach, Reduction
 from ganglion.trace import Recorder
 
 
+class LateGradients(Protocol):
+    """Gradients that are still on their way when autograd is done with their parameters."""
+
+    def begin(self, parameter: Tensor) -> None:
+        """Say that nothing more will be added to a gradient; it may be none of the late ones."""
+
+    def finish(self, parameter: Tensor) -> None:
+        """Return when a gradient is in place."""
+
+
 class GradientReducer:
-    """Owns the gradients of some parameters and sums them over one group."""
+    """Owns the gradients of some parameters and sums them over their groups."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        group: Group,
+        reach: Reach | Mapping[str, Reach],
         recorder: Recorder,
         *,
         bucket_bytes: int,
         overlap: bool,
+        late: LateGradients | None = None,
     ) -> None:
-        """Give each parameter a gradient inside a bucket of at most `bucket_bytes`."""
-        self._buckets = GradientBuckets(parameters, group, recorder, bucket_bytes=bucket_bytes)
+        """Give each parameter a gradient inside a bucket of at most `bucket_bytes`.
+
+        `reach` says over which ranks to sum: the same for all, or by the names. Who has `late`
+        gradients finishes them before `finish`; a bucket that starts earlier waits for its own.
+        """
+        self._late = late
+        self._buckets = GradientBuckets(parameters, reach, recorder, bucket_bytes=bucket_bytes)
         self.buffers = self._buckets.buffers(0)
         self._bucket_of = {
             id(self._buckets.parameters[member]): number
             for number, bucket in enumerate(self._buckets.layout)
             for member in bucket.members
         }
+        reaches = [reach] if isinstance(reach, Reach) else reach.values()
+        is_shared = any(each.group.size > 1 for each in reaches)
         self._names = {id(p): name for name, p in parameters.items()}
         # After those of the buckets: a replaced gradient is noticed before it counts as final.
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
             for p in self._buckets.parameters
-            if overlap and group.size > 1
+            if overlap and is_shared
         ]
         self._armed = False
         self._missing: list[int] = []
@@ -73,6 +91,10 @@ class GradientReducer:
         self._buckets.start(0, step)
         self._buckets.wait(0)
 
+    def square_norm(self) -> float:
+        """Return this rank's part of the sum of squares of all gradients."""
+        return self._buckets.square_norm(0)
+
     def close(self) -> None:
         """Detach from the parameters."""
         for hook in self._hooks:
@@ -87,9 +109,18 @@ class GradientReducer:
         if not self._armed:
             return
         self._count_final(parameter)
+        if self._late is not None:
+            self._late.begin(parameter)
         # One fixed order on all ranks, whatever order autograd finishes in: collectives must match.
         while self._is_next_complete():
-            self._buckets.start_bucket(0, len(self._started))
+            self._start_next()
+
+    def _start_next(self) -> None:
+        number = len(self._started)
+        if self._late is not None:
+            for member in self._buckets.layout[number].members:
+                self._late.finish(self._buckets.parameters[member])
+        self._buckets.start_bucket(0, number)
 
     def _count_final(self, parameter: Tensor) -> None:
         if id(parameter) in self._final:

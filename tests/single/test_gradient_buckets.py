@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ganglion.comm import Group, Handle, SoloGroup, run_threads
 from ganglion.comm.shm_group import ShmGroup
 from ganglion.errors import CommError, ConfigError
-from ganglion.gradients import GradientBuckets
+from ganglion.gradients import GradientBuckets, Reach
 from ganglion.topology import Mesh
 from ganglion.trace import COMM, Recorder
 
@@ -57,7 +57,8 @@ def buckets_of(
     parameters = dict(model.named_parameters())
     recorder = Recorder(0) if recorder is None else recorder
     bound = 2 * 4 * WIDTH * WIDTH
-    return GradientBuckets(parameters, group, recorder, bucket_bytes=bound, num_sets=num_sets)
+    reach = Reach(group)
+    return GradientBuckets(parameters, reach, recorder, bucket_bytes=bound, num_sets=num_sets)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ganglion.comm import SoloGroup, World, run_threads
 from ganglion.errors import ConfigError
-from ganglion.gradients import GradientReducer, clip_by_norm, global_norm
+from ganglion.gradients import GradientReducer, Reach, clip_by_norm, global_norm
 from ganglion.topology import Mesh
 from ganglion.trace import COMM, Recorder
 
@@ -26,7 +26,8 @@ def make_layers() -> nn.Sequential:
 
 def reducer_of(model: nn.Module, group: object, **options: object) -> GradientReducer:
     settings: dict[str, object] = {"bucket_bytes": 200, "overlap": True, **options}
-    return GradientReducer(dict(model.named_parameters()), group, Recorder(0), **settings)  # type: ignore[arg-type]
+    parameters, reach = dict(model.named_parameters()), Reach(group)  # type: ignore[arg-type]
+    return GradientReducer(parameters, reach, Recorder(0), **settings)  # type: ignore[arg-type]
 
 
 def test_gradients_are_views_and_accumulate() -> None:
@@ -136,7 +137,8 @@ def test_reductions_are_traced_with_their_bytes() -> None:
     model = make_layers()
     recorder = Recorder(0)
     parameters = dict(model.named_parameters())
-    reducer = GradientReducer(parameters, SoloGroup(0), recorder, bucket_bytes=200, overlap=True)
+    reach = Reach(SoloGroup(0))
+    reducer = GradientReducer(parameters, reach, recorder, bucket_bytes=200, overlap=True)
     reducer.arm()
     reducer.finish(4)
     events = recorder.events()
@@ -229,7 +231,7 @@ def test_a_reduction_ends_when_it_was_done(finished_s: float | None, end_s: floa
     recorder = Recorder(0, clock=lambda: next(times))
     reducer = GradientReducer(
         {"w": nn.Parameter(torch.zeros(3))},
-        StampedGroup(finished_s),
+        Reach(StampedGroup(finished_s)),
         recorder,
         bucket_bytes=200,
         overlap=True,
@@ -237,6 +239,46 @@ def test_a_reduction_ends_when_it_was_done(finished_s: float | None, end_s: floa
     reducer.arm()
     reducer.finish(0)
     assert [(e.start_s, e.end_s) for e in recorder.events()] == [(1.0, end_s)]
+
+
+class Late:
+    """Gradients of which a part, 5, comes after autograd is done."""
+
+    def __init__(self, late: nn.Parameter) -> None:
+        self.late = late
+        self.log: list[str] = []
+
+    def begin(self, parameter: Tensor) -> None:
+        self.log.append("begin" if parameter is self.late else "other")
+
+    def finish(self, parameter: Tensor) -> None:
+        if parameter is self.late and "finish" not in self.log:
+            self.log.append("finish")
+            assert parameter.grad is not None
+            parameter.grad += 5
+
+
+def test_a_bucket_waits_for_gradients_that_come_late() -> None:
+    def body(world: World) -> tuple[list[str], Tensor]:
+        model = make_layers()
+        late = Late(model[3].weight)
+        reducer = reducer_of(model, world.group("data"), late=late)
+        reducer.zero()
+        reducer.arm()
+        model(torch.zeros(1, 4)).sum().backward()
+        seen = list(late.log)
+        reducer.finish(0)
+        assert model[3].weight.grad is not None
+        return seen, model[3].weight.grad - 10
+
+    plain = make_layers()
+    plain(torch.zeros(1, 4)).sum().backward()
+    wanted = plain[3].weight.grad
+    assert wanted is not None
+    for seen, gradient in run_threads(Mesh(data=2), body):
+        # In backward already, and not before autograd was done with it.
+        assert seen.index("begin") < seen.index("finish") < len(seen) - 1
+        torch.testing.assert_close(gradient, 2 * wanted)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
