@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from ganglion.errors import ConfigError
+from ganglion.models.initial import Initial, InitialWeights, whole_box
 
 # What a user may give: an ordered sequence, the same with names, or a module that lists its blocks.
 Blocks = Sequence[nn.Module] | Mapping[str, nn.Module] | nn.Module
@@ -26,6 +27,21 @@ class BlockModel(nn.Module, ABC):
     @abstractmethod
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks in order, each under its qualified name inside this model."""
+
+    def initial_values(self) -> Mapping[str, Initial]:
+        """Return what each parameter begins with, by its serial name; a shared one once."""
+        raise ConfigError(
+            f"a {type(self).__name__} does not tell its initial values: give the class a method "
+            f"`initial_values()`, or build it with its weights"
+        )
+
+    def initialize(self, seed: int) -> None:
+        """Give every parameter its initial value; on the meta device there is nothing to do."""
+        initial = InitialWeights(self.initial_values(), seed)
+        for name, parameter in named_parameters(self.blocks()).items():
+            if not parameter.is_meta:
+                shape = tuple(parameter.shape)
+                initial.fill(parameter, name, shape, [whole_box(shape)])
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the blocks one after another."""

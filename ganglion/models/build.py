@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import cast
 
+import torch
 from torch import nn
 
 from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
@@ -13,6 +14,7 @@ from ganglion.errors import ConfigError
 from ganglion.models.blocks import BlockModel, Blocks, named_blocks
 from ganglion.models.convnet import ConvNet
 from ganglion.models.gpt import GPT
+from ganglion.models.initial import InitialWeights, drawn_seed
 from ganglion.models.mlp import MLP
 from ganglion.reference import current_folder_importable, load_function
 
@@ -26,6 +28,17 @@ def build_model(shape: ModelShape) -> BlockModel:
             return MLP(shape)
         case ConvShape():
             return ConvNet(shape)
+
+
+def outline_model(shape: ModelShape) -> tuple[BlockModel, InitialWeights]:
+    """Return a built-in model on the meta device, without memory, and its initial weights.
+
+    They are those that `build_model` would have drawn in its place.
+    """
+    seed = drawn_seed()
+    with torch.device("meta"):
+        model = build_model(shape)
+    return model, InitialWeights(model.initial_values(), seed)
 
 
 def call_function(reference: str, args: Mapping[str, object], *, key: str, args_key: str) -> object:

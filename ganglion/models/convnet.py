@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ganglion.config.shapes import ConvShape
 from ganglion.errors import LayoutError
 from ganglion.models.blocks import BlockModel
+from ganglion.models.initial import Initial, drawn_seed
+from ganglion.models.layer_defaults import torch_defaults
 from ganglion.models.mlp import Dense, FlatDense
 
 MIN_IMAGE_SIZE = 12
@@ -43,13 +45,19 @@ class ConvNet(BlockModel):
                 f"convolutions with pooling need at least {MIN_IMAGE_SIZE}x{MIN_IMAGE_SIZE}; use "
                 f'larger images or model.kind = "mlp"'
             )
+        seed = drawn_seed()
         pixels = ((size // 2 - 4) // 2) ** 2
         self.conv1 = ConvPool(shape.num_channels, CHANNELS[0], padding=2)
         self.conv2 = ConvPool(CHANNELS[0], CHANNELS[1], padding=0)
         self.linear1 = FlatDense(CHANNELS[1] * pixels, WIDTHS[0], F.relu)
         self.linear2 = Dense(WIDTHS[0], WIDTHS[1], F.relu)
         self.linear3 = Dense(WIDTHS[1], shape.num_outputs, None)
+        self.initialize(seed)
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the two convolutions, then the three linear layers."""
         return dict(self.named_children())
+
+    def initial_values(self) -> dict[str, Initial]:
+        """Begin as torch's own layers do."""
+        return torch_defaults(self.blocks())

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ganglion.config.shapes import GPTShape
 from ganglion.models.attention import Attention, check_length
-from ganglion.models.blocks import BlockModel
+from ganglion.models.blocks import BlockModel, named_parameters
+from ganglion.models.initial import Constant, Initial, Normal, drawn_seed
 
 INIT_STD = 0.02
 
@@ -31,7 +32,8 @@ class Embedding(nn.Module):
         vectors: Tensor = self.tokens(ids)
         if self.positions is None:
             return vectors
-        return vectors + self.positions.weight[: ids.shape[1]]
+        places: Tensor = self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return vectors + places
 
 
 class FeedForward(nn.Module):
@@ -77,13 +79,14 @@ class GPT(BlockModel):
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
+        seed = drawn_seed()  # the first draw: torch's layers draw too
         self.shape = shape
         self.embedding = Embedding(shape)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.head = Head(shape)
         if shape.tied_embedding:
             self.head.linear.weight = self.embedding.tokens.weight
-        self._initialize()
+        self.initialize(seed)
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return embedding, then attention and MLP of each layer, then head."""
@@ -95,18 +98,16 @@ class GPT(BlockModel):
         named["head"] = self.head
         return named
 
-    @torch.no_grad()
-    def _initialize(self) -> None:
+    def initial_values(self) -> dict[str, Initial]:
         """Draw weights as GPT-2 does: the sum of all residual additions keeps a depth-free size."""
-        residual: list[Tensor] = []
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(std=INIT_STD)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                module.bias.zero_()
-            if isinstance(module, Attention):
-                residual.append(module.out.weight)
-            if isinstance(module, FeedForward):
-                residual.append(module.down.weight)
-        for weight in residual:
-            weight.mul_(1 / math.sqrt(2 * self.shape.num_layers))
+        residual = Normal(INIT_STD / math.sqrt(2 * self.shape.num_layers))
+        values: dict[str, Initial] = {}
+        for name in named_parameters(self.blocks()):
+            if name.endswith(".bias"):
+                values[name] = Constant(0.0)
+            elif name.endswith(".norm.weight"):
+                values[name] = Constant(1.0)
+            else:
+                adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                values[name] = residual if adds else Normal(INIT_STD)
+        return values

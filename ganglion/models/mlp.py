@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from ganglion.config.shapes import MLPShape
 from ganglion.errors import LayoutError
 from ganglion.models.blocks import BlockModel
+from ganglion.models.initial import Initial, drawn_seed
+from ganglion.models.layer_defaults import torch_defaults
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -49,6 +51,7 @@ class MLP(BlockModel):
 
     def __init__(self, shape: MLPShape) -> None:
         super().__init__()
+        seed = drawn_seed()
         widths = [shape.num_inputs, *[shape.hidden] * (shape.num_layers - 1), shape.num_outputs]
         last = shape.num_layers - 1
         self.layers = nn.ModuleList(
@@ -57,7 +60,12 @@ class MLP(BlockModel):
             )
             for index in range(shape.num_layers)
         )
+        self.initialize(seed)
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the layers in order."""
         return {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
+
+    def initial_values(self) -> dict[str, Initial]:
+        """Begin as torch's own layers do."""
+        return torch_defaults(self.blocks())

@@ -2,7 +2,7 @@
 
 A measurement runs one microbatch through the model block by block, forward and backward, and keeps
 the activations of one block at a time. It leaves no trace: gradients, buffers and random numbers
-are afterwards what they were.
+are afterwards what they were. Blocks on the meta device get memory for as long as they are timed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ganglion.comm import World
 from ganglion.models import LossFn, named_buffers
+from ganglion.tensor.embedding import SplitEmbedding
+from ganglion.train.meta import lent_memory
 
 _REPEATS = 4  # the least of them counts: whatever disturbs a measurement makes it longer
 _BACKWARD_SHARE = 2.0  # backward over forward, of a block whose backward cannot be run alone
@@ -27,14 +29,14 @@ Autocast = Callable[[], AbstractContextManager[object]]
 def guessed_costs(blocks: Mapping[str, nn.Module]) -> list[float]:
     """Return what each block costs, roughly: its parameters, and something for being a block.
 
-    An embedding is a lookup and costs next to nothing.
+    An embedding is a lookup and costs next to nothing, split or not.
     """
     return [
         1.0
         + sum(
             p.numel()
             for module in block.modules()
-            if not isinstance(module, nn.Embedding)
+            if not isinstance(module, nn.Embedding | SplitEmbedding)
             for p in module.parameters(recurse=False)
         )
         for block in blocks.values()
@@ -91,7 +93,8 @@ def _time_once(
             result: Tensor = loss_fn(output, target) if ends else output
             return result
 
-        hidden, taken_s = _time_block(run, hidden)
+        with lent_memory(block, target.device):
+            hidden, taken_s = _time_block(run, hidden)
         seconds.append(taken_s)
     return seconds
 

@@ -175,3 +175,34 @@ def test_a_run_with_a_sample_is_cut_by_what_was_measured(monkeypatch: pytest.Mon
         block_costs, "_now_s", lambda: block_costs_clock[threading.get_ident()].now_s
     )
     assert run_threads(Plan(pipe=2).mesh(), _measured_run) == [(1,), (1,)]
+
+
+def test_blocks_without_memory_are_lent_some() -> None:
+    """Also a weight that two blocks share; afterwards nothing has memory, nor a gradient."""
+    with torch.device("meta"):
+        blocks = {
+            "embed": nn.Embedding(7, 4),
+            "norm": nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 4)),
+            "head": nn.Linear(4, 7, bias=False),
+        }
+        blocks["head"].weight = blocks["embed"].weight
+    tensors = [t for b in blocks.values() for t in (*b.parameters(), *b.buffers())]
+    sample = (torch.randint(0, 7, (5, 3)), torch.randint(0, 7, (5,)))
+    costs = measured_costs(blocks, nn.functional.cross_entropy, sample, nullcontext)
+    assert len(costs) == 3 and all(cost > 0 for cost in costs)
+    found = [t for b in blocks.values() for t in (*b.parameters(), *b.buffers())]
+    assert all(a is b for a, b in zip(tensors, found, strict=True))
+    assert all(tensor.is_meta and tensor.grad is None for tensor in found)
+    assert blocks["head"].weight is blocks["embed"].weight
+
+
+def test_memory_is_taken_back_after_an_error() -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not self.weight.is_meta
+            raise ValueError("of the block")
+
+    block = Failing(3, 3, device="meta")
+    with pytest.raises(ValueError, match="of the block"):
+        measured_costs({"a": block}, nn.functional.mse_loss, SAMPLE, nullcontext)
+    assert block.weight.is_meta

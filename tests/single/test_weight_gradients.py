@@ -162,14 +162,35 @@ def test_b_alone_gives_inputs_and_everything_that_is_no_deferred_layer() -> None
         output = model(ids)
     assert store.num_deferred == 0
     output.square().mean().backward()
-    # qkv, out, up, down of two layers, the head and the tokens
-    assert store.num_deferred == 10
+    # qkv, out, up, down of two layers, the head, the tokens and the positions
+    assert store.num_deferred == 11
     for name, p in model.named_parameters():
-        # A model may use an embedding's weight directly: then it is no layer's, as here.
-        in_b = ".norm." in name or name == "embedding.positions.weight"
+        in_b = ".norm." in name
         assert_same({name: p.grad}, {name: twin.get_parameter(name).grad if in_b else None})
     store.run()
     assert_same(gradients(model), gradients(twin))
+
+
+class Direct(nn.Module):
+    """Uses the weight of an embedding without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table.weight[0]
+
+
+def test_a_weight_that_is_used_directly_belongs_to_b() -> None:
+    model = Direct()
+    deferral, store = defer_weight_gradients([model]), WeightStore()
+    with deferral.collecting(store):
+        output = model(torch.ones(2, 3))
+    output.sum().backward()
+    assert store.num_deferred == 0
+    gradient = model.table.weight.grad
+    assert gradient is not None and gradient[0].tolist() == [2, 2, 2]
 
 
 def test_each_half_does_half_of_the_work() -> None:
