@@ -25,8 +25,8 @@ from tests.training import (
     Case,
     make_batches,
     make_model,
-    share_of,
     train_parallel,
+    train_split_at_once,
 )
 
 FLUSHING = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "message_driven")
@@ -82,14 +82,7 @@ def delayed(case: Case) -> History:
 
 def train_at_once(world: World, plan: Plan, case: Case) -> History:
     """Train all batches in one go, so that a pipeline that never flushes really does not."""
-    from tests.training import make_run
-
-    run, history = make_run(world, plan, case), History()
-    for result in run.steps(share_of(batch, world, plan) for batch in make_batches(case)):
-        history.losses.append(result.loss)
-        history.norms.append(result.grad_norm)
-    history.weights = copies(run.model_tensors())
-    return history
+    return train_split_at_once(world, plan, case).history
 
 
 def assert_equals_delayed(plan: Plan, case: Case, faults: Faults | None = None) -> None:

@@ -14,10 +14,12 @@ from ganglion.comm import World
 from ganglion.config import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.config.schema import OptimizerSection
 from ganglion.models import build_model, cross_entropy
+from ganglion.tensor import TensorSettings
 from ganglion.trace import Event, Recorder
 from ganglion.train import Run
 from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
 from tests.serial import Batch, History, copies, train_serially
+from tests.tensors import WIDE, Held
 
 SHAPES: dict[str, ModelShape] = {
     "gpt": GPTShape(
@@ -45,6 +47,7 @@ SHAPES: dict[str, ModelShape] = {
     ),
     "mlp": MLPShape(num_inputs=12, num_outputs=5, num_layers=3, hidden=16),
     "conv": ConvShape(image_size=28, num_channels=1, num_outputs=5),
+    **WIDE,
 }
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -70,6 +73,7 @@ class Case:
     num_steps: int = 3
     overlap: bool = True
     bucket_mib: float = 0.002  # small, so that a small model still has several buckets
+    tensor: TensorSettings | None = None
 
 
 def make_model(case: Case, seed: int = 1) -> nn.Module:
@@ -116,11 +120,17 @@ def make_run(world: World, plan: Plan, case: Case, seed: int = 1) -> Run:
         world=world,
         overlap=case.overlap,
         bucket_mib=case.bucket_mib,
+        tensor=case.tensor,
     )
 
 
 def train_parallel(world: World, plan: Plan, case: Case) -> History:
     """Train under `plan` and return what happened, as this rank saw it."""
+    return train_split(world, plan, case).history
+
+
+def train_split(world: World, plan: Plan, case: Case) -> Held:
+    """Train under `plan` and return what this rank holds, with where it belongs."""
     run = make_run(world, plan, case)
     history = History()
     for batch in make_batches(case):
@@ -129,7 +139,17 @@ def train_parallel(world: World, plan: Plan, case: Case) -> History:
             history.norms.append(result.grad_norm)
         history.gradients.append(copies(run.gradients()))
     history.weights = copies(run.model_tensors())
-    return history
+    return Held(history, run.placements(), world.coordinates, world.mesh)
+
+
+def train_split_at_once(world: World, plan: Plan, case: Case) -> Held:
+    """Train all batches in one go, so that a pipeline that never flushes really does not."""
+    run, history = make_run(world, plan, case), History()
+    for result in run.steps(share_of(batch, world, plan) for batch in make_batches(case)):
+        history.losses.append(result.loss)
+        history.norms.append(result.grad_norm)
+    history.weights = copies(run.model_tensors())
+    return Held(history, run.placements(), world.coordinates, world.mesh)
 
 
 def train_serial(case: Case) -> History:

@@ -9,12 +9,19 @@ from ganglion.models.blocks import (
     named_parameters,
     tied_names,
 )
-from ganglion.models.build import build_model, build_user_blocks, call_function
+from ganglion.models.build import (
+    build_model,
+    build_user_blocks,
+    call_function,
+    outline_model,
+)
 from ganglion.models.convnet import ConvNet
 from ganglion.models.generate import generate
 from ganglion.models.gpt import GPT
+from ganglion.models.initial import Constant, Initial, InitialWeights, Normal, Uniform
 from ganglion.models.losses import LossFn, cross_entropy, loss_function, mse
 from ganglion.models.mlp import MLP
+from ganglion.models.tensor_cuts import tensor_cuts
 from ganglion.reference import load_function
 
 __all__ = [
@@ -22,8 +29,13 @@ __all__ = [
     "MLP",
     "BlockModel",
     "Blocks",
+    "Constant",
     "ConvNet",
+    "Initial",
+    "InitialWeights",
     "LossFn",
+    "Normal",
+    "Uniform",
     "build_model",
     "build_user_blocks",
     "call_function",
@@ -36,5 +48,7 @@ __all__ = [
     "named_blocks",
     "named_buffers",
     "named_parameters",
+    "outline_model",
+    "tensor_cuts",
     "tied_names",
 ]

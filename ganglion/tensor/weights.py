@@ -1,0 +1,199 @@
+"""Weights stored in pieces along z: gathered for use, their gradients summed and cut again.
+
+    piece --all-gather z--> block --matmul--> ...            forward, and again in backward
+    piece of gradient <--reduce-scatter z-- gradient of the block
+
+With overlap the gather of the next weight is under way while this one is used, and the sums of
+gradients run on until `finish_gradients`. Both are the same arithmetic as with waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ganglion.comm import Handle, labelled
+from ganglion.schedules.gathers import FORWARD, RECOMPUTE, GatherOrder, Use
+from ganglion.tensor.grid import Grid
+
+
+class Weights:
+    """All weights of this rank that layers multiply with."""
+
+    def __init__(self, grid: Grid) -> None:
+        """Begin without any."""
+        self._grid = grid
+        self._order = GatherOrder()
+        self._stored: dict[int, StoredWeight] = {}  # by id of the parameter
+        self._numbered: list[StoredWeight] = []
+
+    def store(
+        self, parameter: nn.Parameter, *, is_split: bool = True, label: str = ""
+    ) -> StoredWeight:
+        """Return the weight of a parameter; layers that share it share the weight.
+
+        It `is_split` if ranks along z have different pieces of it; the trace has the label.
+        """
+        found = self._stored.get(id(parameter))
+        if found is None:
+            number = len(self._numbered)
+            found = StoredWeight(parameter, number, self._grid, self, is_split, label)
+            self._stored[id(parameter)] = found
+            self._numbered.append(found)
+        return found
+
+    def on_use(self, weight: StoredWeight, phase: str) -> None:
+        """Begin to gather what will be used next."""
+        following = self._order.on_use(Use(phase, weight.number))
+        if following is not None and self._grid.settings.overlap_all_gather:
+            self._numbered[following].begin_gather()
+
+    def begin(self, parameter: Tensor) -> None:
+        """Say that a step's last backward is done with a parameter, which may be none of these."""
+        if id(parameter) in self._stored:
+            self._stored[id(parameter)].begin_sum()
+
+    def finish(self, parameter: Tensor) -> None:
+        """Return when the gradient of a parameter is in place."""
+        if id(parameter) in self._stored:
+            self._stored[id(parameter)].finish_sum()
+
+    def finish_gradients(self) -> None:
+        """Return when every gradient is in its parameter."""
+        for weight in self._numbered:
+            weight.begin_sum()
+        for weight in self._numbered:
+            weight.finish_sum()
+
+    def on_change(self) -> None:
+        """Forget what was gathered: the weights are others now."""
+        self._order.on_change()
+        for weight in self._numbered:
+            weight.forget()
+
+
+class StoredWeight:
+    """One weight, of which this rank stores a piece."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        number: int,
+        grid: Grid,
+        all_: Weights,
+        is_split: bool,
+        label: str,
+    ) -> None:
+        """Store `parameter`, a piece along dim 0 of the block that is multiplied with."""
+        self.parameter = parameter
+        self.number = number
+        self._settings = grid.settings
+        self._gathers = labelled(grid.gathers, label)
+        self._scatters = labelled(grid.scatters, label)
+        self._all = all_
+        self._is_split = is_split and grid.gathers.size > 1
+        self._gathering: tuple[Handle, Tensor] | None = None
+        self._block: Tensor | None = None  # kept between uses
+        self._sum: Tensor | None = None  # of gradients of the block, kept between backwards
+        self._target: Tensor | None = None  # where that sum belongs
+        self._pending: _Sum | None = None
+
+    def block(self, phase: str) -> Tensor:
+        """Return the whole block, to be read until the next call."""
+        if not self._is_split:
+            return self.parameter.detach()
+        block = self._block
+        if block is None:
+            self.begin_gather()
+            assert self._gathering is not None
+            handle, block = self._gathering
+            self._gathering = None
+            handle.wait()
+            if self._settings.keep_gathered:
+                self._block = block
+        self._all.on_use(self, phase)
+        return block
+
+    def begin_gather(self) -> None:
+        """Begin to gather the block, unless that is done or under way."""
+        if self._block is not None or self._gathering is not None:
+            return
+        piece = self.parameter.detach()
+        shape = (piece.shape[0] * self._gathers.size, *piece.shape[1:])
+        block = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+        self._gathering = (self._gathers.all_gather(block, piece), block)
+
+    def forget(self) -> None:
+        """Drop what was gathered, also what is still under way."""
+        if self._gathering is not None:
+            self._gathering[0].wait()
+        self._gathering = self._block = None
+
+    def gradient(self, of_block: Tensor) -> Tensor | None:
+        """Take the gradient of the block; return that of the parameter, or None if it comes later.
+
+        Whether one waits for its sum or not, it is added by `finish_sum`, in the same order.
+        """
+        if not self._is_split:
+            return of_block
+        of_block = of_block.to(self.parameter.dtype)
+        if self._settings.keep_gathered:
+            self._keep(of_block)
+            return None
+        self.finish_sum()  # of the microbatch before: it had all the time since
+        self._pending = self._start_sum(of_block, self.parameter.grad)
+        if not self._settings.overlap_reduce_scatter:
+            self._pending.handle.wait()
+        return None
+
+    def _keep(self, of_block: Tensor) -> None:
+        if self.parameter.grad is not self._target:  # of another batch, or the first
+            self.begin_sum()
+            self._target = self.parameter.grad
+        self._sum = of_block if self._sum is None else self._sum.add_(of_block)
+
+    def begin_sum(self) -> None:
+        """Start what was kept to be summed once."""
+        if self._sum is not None:
+            self.finish_sum()
+            self._pending = self._start_sum(self._sum, self._target)
+            self._sum = None
+
+    def finish_sum(self) -> None:
+        """Add the sum that was started, if any, to the parameter's gradient."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.handle.wait()
+        if pending.target is not None:
+            pending.target.add_(pending.piece)
+        else:
+            self.parameter.grad = pending.piece
+
+    def _start_sum(self, of_block: Tensor, target: Tensor | None) -> _Sum:
+        of_block = of_block.contiguous()
+        piece = torch.empty_like(self.parameter, requires_grad=False)
+        handle = self._scatters.reduce_scatter(piece, of_block)
+        return _Sum(handle, piece, of_block, target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A started reduce-scatter, which reads `of_block` until its end.
+
+    `target` is the parameter's gradient of that moment: in a pipeline that never flushes, the next
+    batch has another.
+    """
+
+    handle: Handle
+    piece: Tensor
+    of_block: Tensor
+    target: Tensor | None
+
+
+def phase_now() -> str:
+    """Return FORWARD, or RECOMPUTE for a forward that runs inside a backward."""
+    inside = torch._C._current_graph_task_id() != -1
+    return RECOMPUTE if inside else FORWARD

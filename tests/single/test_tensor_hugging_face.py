@@ -1,0 +1,343 @@
+"""GPT-2 and Llama of Hugging Face over x, y, z and data equal the serial model, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ganglion import Plan, parallelize
+from ganglion.comm import World, run_threads
+from ganglion.errors import LayoutError
+from ganglion.models import cross_entropy, named_parameters
+from ganglion.models.hugging_face import hugging_face_blocks, hugging_face_names
+from ganglion.models.hugging_face_cuts import cuts_of
+from ganglion.train import random_stream
+from tests.serial import TOLERANCE, Batch, History, assert_same_by_name, copies, train_serially
+from tests.tensors import Held, factorizations, whole
+from tests.training import OPTIMIZERS, share_of
+
+transformers = pytest.importorskip(
+    "transformers", reason="needs the extra `hf`: pip install 'ganglion[hf]'"
+)
+
+VOCAB_SIZE, SEQ_LEN, BATCH_SIZE, NUM_STEPS = 64, 8, 8, 3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 8,
+        "n_positions": 8,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "llama": {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8,
+    },
+}
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
+SMALL = [*factorizations(2), *factorizations(4)]
+FOUR = [plan for plan in factorizations(4) if plan.data == 1]
+EIGHT = [
+    Plan(x=2, y=2, z=2),
+    Plan(x=2, y=2, data=2),
+    Plan(y=2, z=2, data=2),
+    Plan(x=4, y=2),
+    Plan(z=8),
+]
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model to train; `changes` are settings other than the usual ones.
+
+    By SGD: the gradient of a bias of keys is zero, and AdamW would divide its rounding by itself.
+    """
+
+    family: str
+    changes: tuple[tuple[str, Any], ...] = ()
+    attention: str = "sdpa"
+    dtype: torch.dtype = torch.float64
+
+
+def make_model(case: Case) -> Any:
+    """The same model on every thread, whose every parameter matters."""
+    settings = {"bos_token_id": None, "eos_token_id": None, **SETTINGS[case.family]}
+    config = transformers.AutoConfig.for_model(
+        case.family,
+        vocab_size=VOCAB_SIZE,
+        attn_implementation=case.attention,
+        **settings | dict(case.changes),
+    )
+    with _ONE_AT_A_TIME, torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, CLASSES[case.family])(config).train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    if case.dtype == torch.float64:
+        replace_norms(model)
+    return model.to(case.dtype)
+
+
+def replace_norms(model: nn.Module) -> None:
+    """Llama's norms round to fp32 inside: put in those of torch, which compute as they are told."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":
+                made = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                made.weight = child.weight
+                setattr(module, name, made)
+
+
+def make_batches() -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    shape = (NUM_STEPS, BATCH_SIZE, SEQ_LEN + 1)
+    ids = torch.randint(VOCAB_SIZE, shape, generator=generator)
+    return [(step[:, :-1].contiguous(), step[:, 1:].contiguous()) for step in ids]
+
+
+class Logits(nn.Module):
+    """A Hugging Face model that returns nothing but its logits."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.inner(ids, use_cache=False).logits
+        return logits
+
+
+def train(world: World, plan: Plan, case: Case) -> Held:
+    """Train the blocks under `plan` and return what this rank holds."""
+    blocks = hugging_face_blocks(make_model(case))
+    run = parallelize(
+        blocks,
+        cross_entropy,
+        OPTIMIZERS["sgd"],
+        plan,
+        max_grad_norm=0.5,
+        world=world,
+        bucket_mib=0.002,
+    )
+    history = History()
+    for batch in make_batches():
+        for result in run.steps([share_of(batch, world, plan)]):
+            history.losses.append(result.loss)
+            history.norms.append(result.grad_norm)
+        history.gradients.append(copies(run.gradients()))
+    history.weights = copies(dict(named_weights(run.model_tensors(), blocks)))
+    return Held(history, run.placements(), world.coordinates, world.mesh)
+
+
+def named_weights(
+    tensors: Mapping[str, Tensor], blocks: Mapping[str, nn.Module]
+) -> dict[str, Tensor]:
+    """Leave out buffers, which a plain loop does not list."""
+    names = named_parameters(blocks)
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+@functools.cache
+def plain_loop(case: Case) -> History:
+    """The model's own forward, loop and optimizer in one process; names are those of the blocks."""
+    model = make_model(case)
+    found = train_serially(
+        Logits(model), cross_entropy, OPTIMIZERS["sgd"], make_batches(), max_grad_norm=0.5
+    )
+    blocks = hugging_face_blocks(model)
+    origins = hugging_face_names(blocks)
+    for tensors in (*found.gradients, found.weights):
+        renamed = {name: tensors[f"inner.{origins[name]}"] for name in named_parameters(blocks)}
+        tensors.clear()
+        tensors.update(renamed)
+    return found
+
+
+def with_batch(plan: Plan, microbatch_size: int = 0) -> Plan:
+    """Cut the same global batches: two microbatches where there are two, or of a given size."""
+    share = BATCH_SIZE // plan.num_shares
+    size = microbatch_size or max(1, share // 2)
+    return dataclasses.replace(plan, microbatch_size=size, num_microbatches=share // size)
+
+
+def assert_equals(plan: Plan, case: Case, wanted: History) -> list[Held]:
+    held = run_threads(plan.mesh(), lambda world: train(world, plan, case))
+    relative, absolute = TOLERANCE[case.dtype]
+    for rank in held:
+        assert rank.history.losses == pytest.approx(wanted.losses, rel=relative, abs=absolute)
+        assert rank.history.norms == pytest.approx(wanted.norms, rel=relative, abs=absolute)
+    for step, gradients in enumerate(wanted.gradients):
+        found = whole(held, [rank.history.gradients[step] for rank in held])
+        assert_same_by_name(found, gradients)
+    assert_same_by_name(whole(held, [rank.history.weights for rank in held]), wanted.weights)
+    return held
+
+
+def _named(plan: Plan) -> str:
+    sizes = {axis: size for axis, size in plan.mesh().sizes().items() if size > 1}
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
+
+
+@pytest.mark.parametrize("plan", [*SMALL, *EIGHT], ids=_named)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_every_layout_equals_the_model_of_hugging_face(family: str, plan: Plan) -> None:
+    """GPT-2 ties its embeddings, Llama does not, and has half as many key heads as heads."""
+    case = Case(family)
+    assert_equals(with_batch(plan), case, plain_loop(case))
+
+
+@pytest.mark.parametrize("plan", FOUR, ids=_named)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt2", (("tie_word_embeddings", False),)),
+        Case("llama", (("tie_word_embeddings", True), ("attention_bias", True))),
+        Case("gpt2", attention="eager"),
+    ],
+    ids=["gpt2 untied", "llama tied", "gpt2 eager"],
+)
+def test_variants_equal_the_model_of_hugging_face(case: Case, plan: Plan) -> None:
+    assert_equals(with_batch(plan), case, plain_loop(case))
+
+
+@pytest.mark.parametrize("plan", [Plan(x=2, y=2), Plan(y=2, z=2)], ids=_named)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_norms_of_llama_itself(attention: str, plan: Plan) -> None:
+    case = Case("llama", attention=attention, dtype=torch.float32)
+    assert_equals(with_batch(plan), case, plain_loop(case))
+
+
+@pytest.mark.parametrize("plan", [Plan(x=2, y=2, pipe=2), Plan(z=2, data=2, pipe=2)], ids=_named)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_with_a_pipeline(family: str, plan: Plan) -> None:
+    case = Case(family)
+    assert_equals(with_batch(plan), case, plain_loop(case))
+
+
+# --- dropout ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each thread draw for itself, as processes do: all of them share torch's generator."""
+    own = threading.local()
+
+    def seed(number: int) -> None:
+        own.generator = torch.Generator().manual_seed(number)
+
+    def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0:
+            return x
+        drawn = torch.rand(x.shape, generator=own.generator, dtype=torch.float64)
+        return x * (drawn >= p) / (1 - p)
+
+    monkeypatch.setattr(random_stream, "_seed", seed)
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    monkeypatch.setattr(torch, "dropout", lambda x, p, train: dropout(x, p, train))
+
+
+DROPOUT = Case("gpt2", (("n_layer", 1), ("resid_pdrop", 0.3), ("embd_pdrop", 0.3)))
+
+
+@pytest.mark.usefixtures("_own_random_numbers")
+@pytest.mark.parametrize("plan", [*factorizations(4), Plan(x=2, y=2, data=2)], ids=_named)
+def test_dropout_is_that_of_one_process(plan: Plan) -> None:
+    alone = with_batch(Plan(), microbatch_size=1)
+    wanted = run_threads(alone.mesh(), lambda world: train(world, alone, DROPOUT))[0].history
+    assert wanted.losses != pytest.approx(plain_loop(Case("gpt2")).losses, rel=1e-3)
+    assert_equals(with_batch(plan, microbatch_size=1), DROPOUT, wanted)
+
+
+@pytest.mark.usefixtures("_own_random_numbers")
+@pytest.mark.parametrize("plan", [Plan(y=2), Plan(z=2), Plan(y=2, data=2)], ids=_named)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt2", (*DROPOUT.changes, ("attn_pdrop", 0.3)), attention="eager"),
+        Case("llama", (("attention_dropout", 0.3),), "eager", torch.float32),
+    ],
+    ids=["gpt2", "llama"],
+)
+def test_dropout_of_attention_where_heads_stay_together(case: Case, plan: Plan) -> None:
+    alone = with_batch(Plan(), microbatch_size=1)
+    wanted = run_threads(alone.mesh(), lambda world: train(world, alone, case))[0].history
+    assert_equals(with_batch(plan, microbatch_size=1), case, wanted)
+
+
+# --- refusals and the description --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        (
+            Case("gpt2", (("attn_pdrop", 0.1),)),
+            "layers.0.attention.attn cannot be split over x = 4: attn_pdrop = 0.1 draws one mask "
+            "for the heads of all ranks, so the result would depend on the layout: set "
+            "attn_pdrop = 0 in model.args, or parallel.x = 1",
+        ),
+        (
+            Case("llama", (("attention_dropout", 0.2),)),
+            "set attention_dropout = 0 in model.args, or parallel.x = 1",
+        ),
+        # 2 heads of 4 features: 8 features would divide by 4, through the middle of a head.
+        (
+            Case("llama", (("num_key_value_heads", 2),)),
+            "layers.0.attention.self_attn: num_key_value_heads = 2 cannot be split over x = 4: "
+            "choose a multiple of 4, or another parallel.x",
+        ),
+        (
+            Case("gpt2", (("n_head", 2),)),
+            "layers.0.attention.attn: n_head = 2 cannot be split over x = 4",
+        ),
+        (
+            Case("llama", (("pad_token_id", 1),)),
+            "embedding.embed_tokens is an embedding with padding_idx",
+        ),
+    ],
+    ids=["gpt2 dropout", "llama dropout", "key heads", "heads", "padding"],
+)
+def test_what_cannot_be_split_is_refused(case: Case, text: str) -> None:
+    plan = with_batch(Plan(x=4))
+    with pytest.raises(LayoutError, match=re.escape(text)):
+        run_threads(plan.mesh(), lambda world: train(world, plan, case))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_no_parameter_is_left_whole(family: str) -> None:
+    plan = with_batch(Plan(x=2, y=2))
+    held = run_threads(plan.mesh(), lambda world: train(world, plan, Case(family)))
+    for name, placement in held[0].placements.items():
+        axes = {shard.axis for shard in placement.shards}
+        if len(placement.shape) == 1:
+            assert len(axes) == 1, name
+        else:
+            assert axes == ({"y"} if "wpe" in name else {"x", "y"}), name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_blocks_of_others_are_left_to_the_general_path(family: str) -> None:
+    blocks = hugging_face_blocks(make_model(Case(family)))
+    found = cuts_of(blocks)
+    assert found is not None and found.output_axis == "x"
+    del blocks["head"]
+    found = cuts_of(blocks)
+    assert found is not None and found.output_axis == "y"
+    assert cuts_of({**blocks, "mine": nn.Linear(2, 2)}) is None
