@@ -20,29 +20,39 @@ from ganglion.checkpoint.state import JSON, SavedState
 from ganglion.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ganglion.checkpoint.gathering import gather_whole
     from ganglion.checkpoint.optimizer import (
         changed_settings,
+        check_state_shapes,
+        optimizer_pieces,
         optimizer_record,
         optimizer_scalars,
         optimizer_settings,
         optimizer_tensors,
         prepare_optimizers,
     )
+    from ganglion.checkpoint.pieces import Piece, Places, Saveable
     from ganglion.checkpoint.reading import load, load_exported, read_specs, read_state
     from ganglion.checkpoint.storage import TensorSpec
     from ganglion.checkpoint.writing import Ranks, save
 
 __all__ = [
     "JSON",
+    "Piece",
+    "Places",
     "Ranks",
+    "Saveable",
     "SavedState",
     "TensorSpec",
     "changed_settings",
+    "check_state_shapes",
     "checkpoint_name",
+    "gather_whole",
     "latest_checkpoint",
     "list_checkpoints",
     "load",
     "load_exported",
+    "optimizer_pieces",
     "optimizer_record",
     "optimizer_scalars",
     "optimizer_settings",
@@ -57,11 +67,17 @@ __all__ = [
 ]
 
 _HOME = {
+    "Piece": "pieces",
+    "Places": "pieces",
     "Ranks": "writing",
+    "Saveable": "pieces",
     "TensorSpec": "storage",
     "changed_settings": "optimizer",
+    "check_state_shapes": "optimizer",
+    "gather_whole": "gathering",
     "load": "reading",
     "load_exported": "reading",
+    "optimizer_pieces": "optimizer",
     "optimizer_record": "optimizer",
     "optimizer_scalars": "optimizer",
     "optimizer_settings": "optimizer",

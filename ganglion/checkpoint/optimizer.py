@@ -6,6 +6,9 @@
 To resume, `prepare_optimizers` makes exactly the entries the checkpoint holds, so that `load` can
 fill them. No step is taken: a step, even one with zero gradients and learning rate, may decay
 weights and count itself.
+
+The state of a split parameter is split like it; entries of one number, as a count of steps, are
+the same on all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ganglion.checkpoint.pieces import Places, Saveable
 from ganglion.checkpoint.reading import read_specs, read_state
 from ganglion.checkpoint.state import JSON
 from ganglion.checkpoint.storage import TensorSpec
@@ -29,13 +33,32 @@ _NOT_SETTINGS = ("params", "param_names")
 
 def optimizer_tensors(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Return the state tensors themselves, not copies, as `optimizer.ENTRY.PARAMETER`."""
-    return {key: value for key, value in _entries(optimizers) if isinstance(value, Tensor)}
+    return {key: value for key, _, _, value in _tensor_entries(optimizers)}
+
+
+def optimizer_pieces(optimizers: Sequence[Optimizer], places: Places) -> dict[str, Saveable]:
+    """Return the same with where they belong: what is shaped like its parameter is cut like it."""
+    return {
+        key: places.piece(name, value) if value.shape == parameter.shape else value
+        for key, name, parameter, value in _tensor_entries(optimizers)
+    }
+
+
+def check_state_shapes(optimizers: Sequence[Optimizer], places: Places) -> None:
+    """Refuse state of split parameters whose place in the whole is not known."""
+    for key, name, parameter, value in _tensor_entries(optimizers):
+        if places.is_cut(name) and value.shape != parameter.shape and value.numel() > 1:
+            raise CheckpointError(
+                f"{key} has shape {list(value.shape)}, but its parameter is split and has shape "
+                f"{list(parameter.shape)} here: state that is neither shaped like the parameter "
+                f"nor one number cannot be saved; choose another optimizer.name"
+            )
 
 
 def optimizer_scalars(optimizers: Sequence[Optimizer]) -> dict[str, JSON]:
     """Return the state entries that are plain numbers or None; refuse other kinds."""
     scalars: dict[str, JSON] = {}
-    for key, value in _entries(optimizers):
+    for key, _, _, value in _entries(optimizers):
         if isinstance(value, Tensor):
             continue
         if not isinstance(value, bool | int | float | None):
@@ -67,12 +90,15 @@ def optimizer_record(optimizers: Sequence[Optimizer]) -> dict[str, JSON]:
     return {"groups": optimizer_settings(optimizers), "scalars": optimizer_scalars(optimizers)}
 
 
-def prepare_optimizers(optimizers: Sequence[Optimizer], path: Path) -> None:
+def prepare_optimizers(
+    optimizers: Sequence[Optimizer], path: Path, places: Places | None = None
+) -> None:
     """Give each parameter the state entries the checkpoint has for it, tensors as zeros.
 
     Scalar entries get their saved values; tensors get theirs when `load` fills
-    `optimizer_tensors(optimizers)`. Weights and hyper-parameters are not touched. Refuses a
-    parameter that another kind of optimizer was saved for.
+    `optimizer_tensors(optimizers)`. `places` tell which parameters are pieces. Weights and
+    hyper-parameters are not touched. Refuses a parameter that another kind of optimizer was saved
+    for.
     """
     record = read_state(path).optimizer
     _check_kinds(optimizers, record, path)
@@ -85,11 +111,12 @@ def prepare_optimizers(optimizers: Sequence[Optimizer], path: Path) -> None:
             by_parameter.setdefault(name, {})[entry] = value
     for optimizer, group, name, parameter in _parameters(optimizers):
         optimizer.state.pop(parameter, None)
+        whole = tuple(parameter.shape) if places is None else places.whole_shape(name, parameter)
         for entry, value in by_parameter.get(name, {}).items():
-            made = (
-                _zeros(parameter, group, entry, value) if isinstance(value, TensorSpec) else value
-            )
-            optimizer.state[parameter][entry] = made
+            if isinstance(value, TensorSpec):
+                optimizer.state[parameter][entry] = _zeros(parameter, whole, group, entry, value)
+            else:
+                optimizer.state[parameter][entry] = value
 
 
 def changed_settings(optimizers: Sequence[Optimizer], record: Mapping[str, JSON]) -> list[str]:
@@ -124,24 +151,39 @@ def _check_kinds(optimizers: Sequence[Optimizer], record: Mapping[str, JSON], pa
             )
 
 
-def _zeros(parameter: Tensor, group: Mapping[str, Any], entry: str, spec: TensorSpec) -> Tensor:
+def _zeros(
+    parameter: Tensor,
+    whole: tuple[int, ...],
+    group: Mapping[str, Any],
+    entry: str,
+    spec: TensorSpec,
+) -> Tensor:
     """Make one empty state tensor where torch's optimizers would keep it."""
     if entry == "step":
         # torch keeps step counts on the host unless the update itself runs on the device.
         on_device = group.get("capturable") or group.get("fused")
         device = parameter.device if on_device else torch.device("cpu")
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-    if spec.shape == tuple(parameter.shape):
+    if spec.shape == whole:
         # zeros_like also takes over strides, and the cuts of a DTensor.
         return torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
     return torch.zeros(spec.shape, dtype=spec.dtype, device=parameter.device)
 
 
-def _entries(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, object]]:
+def _tensor_entries(
+    optimizers: Sequence[Optimizer],
+) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    for key, name, parameter, value in _entries(optimizers):
+        if isinstance(value, Tensor):
+            yield key, name, parameter, value
+
+
+def _entries(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str, Tensor, object]]:
+    """Yield the key of every entry, its parameter with name, and its value."""
     for optimizer, _, name, parameter in _parameters(optimizers):
         for entry, value in optimizer.state.get(parameter, {}).items():
             assert "." not in entry, f"state entry {entry!r} would not be told from a name"
-            yield f"{PREFIX}{entry}.{name}", value
+            yield f"{PREFIX}{entry}.{name}", name, parameter, value
 
 
 def _parameters(

@@ -13,6 +13,7 @@ from ganglion.checkpoint.collective import gather, load_shards
 from ganglion.checkpoint.durable import explained
 from ganglion.checkpoint.layout import EXPORT, STATE
 from ganglion.checkpoint.manifest import check_content, check_size, read_manifest, shard_files
+from ganglion.checkpoint.pieces import Saveable
 from ganglion.checkpoint.state import SavedState
 from ganglion.checkpoint.storage import ShardReader, TensorSpec
 from ganglion.errors import CheckpointError
@@ -23,15 +24,15 @@ _NAMED = 3
 
 def load(
     path: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Saveable],
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> SavedState:
     """Fill `tensors` in place from a checkpoint and return the rest of it; collective.
 
     The ranks together must hold exactly the saved names, each with its saved whole shape and
-    dtype; how a tensor is cut may differ. Raises CheckpointError on every rank, before any tensor
-    changes, if a file is missing or altered or the names, shapes or dtypes differ.
+    dtype; how it is cut into pieces may differ. Raises CheckpointError on every rank, before any
+    tensor changes, if a file is missing or altered or the names, shapes or dtypes differ.
     """
     wanted = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     content, problem = _open(path, process_group)

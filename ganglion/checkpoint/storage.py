@@ -2,7 +2,8 @@
 
 Each rank writes the pieces it was dealt to one safetensors file whose header tells where a piece
 begins in the whole tensor (the same keys as torch's Hugging Face storage, so that its tools read
-these files too) and how large the whole is. There is no further metadata file.
+these files too) and how large the whole is. A file holds one piece of a name: a rank with several,
+as of fused layers, writes the second ones to a second file. There is no further metadata file.
 
 torch's own Hugging Face storage is not used: it refuses tied and non-contiguous tensors, builds
 the file a second time in memory, reads files nobody listed and has no place for our commit.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ganglion.checkpoint.durable import FileRecord, explained, sync_folder
+from ganglion.checkpoint.pieces import Saveable
 from ganglion.checkpoint.tensor_file import DTYPES, write_tensors
 from ganglion.errors import CheckpointError
 
@@ -60,9 +63,9 @@ class TensorSpec:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        """Return the spec of a tensor; a DTensor counts as a whole."""
-        return cls(tuple(tensor.shape), tensor.dtype)
+    def of(cls, value: Saveable) -> TensorSpec:
+        """Return the spec of a tensor; a piece and a DTensor count as the whole they belong to."""
+        return cls(tuple(value.shape), value.dtype)
 
 
 class ShardWriter(StorageWriter):
@@ -91,31 +94,28 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its file name."""
+        """Give each rank the name of its files."""
         return [
-            dataclasses.replace(plan, storage_data=f"rank-{rank:05d}.safetensors")
+            dataclasses.replace(plan, storage_data=f"rank-{rank:05d}")
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the planned pieces; a rank that was dealt none writes no file."""
+        results: list[WriteResult] = []
+        for name, items in _dealt_to_files(plan).items():
+            results += self._write(self._folder / name, items, planner)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan, planner) if plan.items else [])
+        future.set_result(results)
         return future
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        path = self._folder / plan.storage_data
-        tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
-        if len(tensors) != len(plan.items):
-            names = [item.index.fqn for item in plan.items]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(
-                f"tensor {twice} has several pieces on one rank, and a file holds one of a name: "
-                f"give each piece a name of its own"
-            )
+    def _write(
+        self, path: Path, items: Sequence[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        tensors = {item.index.fqn: planner.resolve_data(item) for item in items}
         with explained("write", path):
-            record = write_tensors(path, tensors, _header_notes(plan.items))  # type: ignore[arg-type]
-        return [WriteResult(item.index, 0, (path.name, record)) for item in plan.items]
+            record = write_tensors(path, tensors, _header_notes(items))  # type: ignore[arg-type]
+        return [WriteResult(item.index, 0, (path.name, record)) for item in items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Hand the records of all ranks' files to `commit`."""
@@ -201,6 +201,18 @@ class ShardReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Never offer this storage for an address: it is always built by hand."""
         return False
+
+
+def _dealt_to_files(plan: SavePlan) -> dict[str, list[WriteItem]]:
+    """Return the items of each file: the first pieces of all names, the second ones, and so on."""
+    seen: Counter[str] = Counter()
+    files: dict[str, list[WriteItem]] = {}
+    for item in plan.items:
+        nth = seen[item.index.fqn]
+        seen[item.index.fqn] += 1
+        name = f"{plan.storage_data}-{nth}" if nth else plan.storage_data
+        files.setdefault(f"{name}.safetensors", []).append(item)
+    return files
 
 
 def _header_notes(items: Sequence[WriteItem]) -> dict[str, str]:

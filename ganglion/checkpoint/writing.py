@@ -2,7 +2,7 @@
 
     all ranks   meet at a barrier: from here on a failure of one reaches all
     rank 0      step-N.incomplete/
-    all ranks       shards/rank-R.safetensors
+    all ranks       shards/rank-R.safetensors, shards/rank-R-1.safetensors if a name has two boxes
     rank 0          state.json, model.safetensors, manifest.json, all on the disk
     rank 0      rename to step-N/, drop the oldest
 
@@ -32,6 +32,7 @@ from ganglion.checkpoint.layout import (
     publish,
 )
 from ganglion.checkpoint.manifest import write_manifest
+from ganglion.checkpoint.pieces import Saveable
 from ganglion.checkpoint.state import SavedState
 from ganglion.checkpoint.storage import ShardWriter
 from ganglion.checkpoint.tensor_file import write_tensors
@@ -54,7 +55,7 @@ class Ranks(Protocol):
 
 def save(
     folder: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Saveable],
     state: SavedState,
     ranks: Ranks,
     *,
@@ -64,7 +65,7 @@ def save(
 ) -> Path:
     """Save a checkpoint below `folder` and return its path; collective over all ranks.
 
-    A name that several ranks hold is one tensor: each piece of it is written once. `state`,
+    A name that several ranks hold is one tensor: each box of it is written once. `state`,
     `keep` and `export` (whole tensors for `model.safetensors`) are rank 0's; others may pass
     None for `export`. Any failure raises CheckpointError on every rank and leaves the earlier
     checkpoints as they were. `process_group` None: this process is alone.

@@ -8,26 +8,30 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ganglion.checkpoint import (
     JSON,
+    Places,
+    Saveable,
     SavedState,
     changed_settings,
+    check_state_shapes,
+    gather_whole,
     latest_checkpoint,
     load,
+    optimizer_pieces,
     optimizer_record,
-    optimizer_tensors,
     prepare_optimizers,
     read_state,
     remove_incomplete,
     save,
 )
-from ganglion.comm import World, broadcast_text
+from ganglion.comm import World
 from ganglion.errors import CheckpointError
 from ganglion.plan import Plan
+from ganglion.topology import TENSOR_AXES
 from ganglion.train.parts import RunParts
 
 logger = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ def save_run(
         optimizer=optimizer_record(parts.optimizers),
         extra={**extra, "seed": parts.seed, _HAS_FEEDBACK: parts.feedback is not None},
     )
+    check_state_shapes(parts.optimizers, _places(parts))
     if parts.world.rank == 0:
         remove_incomplete(folder)
     return save(
@@ -67,8 +72,9 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     if path is None:
         return None
     _check_feedback(parts, path)
-    prepare_optimizers(parts.optimizers, path)
+    prepare_optimizers(parts.optimizers, path, _places(parts))
     state = load(path, _tensors(parts), process_group=_process_group(parts.world))
+    check_state_shapes(parts.optimizers, _places(parts))
     logger.info("resumed from %s at step %d", path, state.step)
     for line in (*_changes(parts, state), *changed_settings(parts.optimizers, state.optimizer)):
         logger.warning("resumed from %s with other settings: %s", path, line)
@@ -103,11 +109,25 @@ def _stages_of(plan: Plan) -> tuple[int, str, int]:
     return plan.pipe, plan.schedule, plan.chunks
 
 
-def _tensors(parts: RunParts) -> dict[str, Tensor]:
-    model = {_MODEL + name: tensor for name, tensor in parts.model_tensors().items()}
-    older = {_OLDER + name: tensor for name, tensor in parts.executor.older_weights().items()}
-    feedback = {_FEEDBACK + name: tensor for name, tensor in (parts.feedback or {}).items()}
-    return {**model, **older, **feedback, **optimizer_tensors(parts.optimizers)}
+def _tensors(parts: RunParts) -> dict[str, Saveable]:
+    """Return everything of the run that is a tensor, with where pieces belong."""
+    places = _places(parts)
+    kinds = {
+        _MODEL: parts.model_tensors(),
+        _OLDER: parts.executor.older_weights(),
+        _FEEDBACK: parts.feedback or {},
+    }
+    named = {
+        kind + name: places.piece(name, tensor)
+        for kind, tensors in kinds.items()
+        for name, tensor in tensors.items()
+    }
+    return {**named, **optimizer_pieces(parts.optimizers, places)}
+
+
+def _places(parts: RunParts) -> Places:
+    assert not parts.placements or set(parts.parameters) <= set(parts.placements)
+    return Places(parts.placements, parts.world.mesh, parts.world.coordinates)
 
 
 def _check_feedback(parts: RunParts, path: Path) -> None:
@@ -120,25 +140,15 @@ def _check_feedback(parts: RunParts, path: Path) -> None:
         )
 
 
-def _whole_model(parts: RunParts) -> dict[str, Tensor]:
-    """Return the tensors of all stages, collected over the pipeline."""
-    mine = parts.model_tensors()
-    group = parts.world.group("pipe")
-    whole: dict[str, Tensor] = {}
-    for place in range(group.size):
-        described = _described(mine) if group.index == place else ""
-        for name, shape, dtype in json.loads(broadcast_text(group, described, place)):
-            tensor = mine.get(name) if group.index == place else None
-            if tensor is None:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=parts.device)
-            group.broadcast(tensor.contiguous(), place).wait()
-            whole[name] = tensor
-    return whole
-
-
-def _described(tensors: Mapping[str, Tensor]) -> str:
-    rows = [(n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()]
-    return json.dumps(rows)
+def _whole_model(parts: RunParts) -> dict[str, Tensor] | None:
+    """Return the whole model to rank 0, put together from the ranks of the first replica."""
+    world, places = parts.world, _places(parts)
+    axes = [axis for axis in (*TENSOR_AXES, "pipe") if world.mesh.size(axis) > 1]
+    group = world.group(*(axes or ["pipe"]))
+    if world.coordinates.data > 0:
+        return None
+    held = {name: places.piece(name, tensor) for name, tensor in parts.model_tensors().items()}
+    return gather_whole(held, group, parts.device)
 
 
 def _changes(parts: RunParts, state: SavedState) -> list[str]:
