@@ -1,5 +1,6 @@
 """Pipeline: the message-driven engine and what its stages are made of."""
 
+from ganglion.pipeline.agreement import Agreement
 from ganglion.pipeline.chain import Chain, LossFn
 from ganglion.pipeline.engine import Engine
 from ganglion.pipeline.feedback import ErrorFeedback
@@ -9,6 +10,7 @@ from ganglion.pipeline.weight_gradients import Deferral, WeightStore, defer_weig
 from ganglion.pipeline.worker import Worker
 
 __all__ = [
+    "Agreement",
     "Chain",
     "Deferral",
     "Engine",

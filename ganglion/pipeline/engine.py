@@ -23,12 +23,14 @@ from torch import Tensor
 from ganglion.comm import Arrival, Transport
 from ganglion.comm.transport import silence
 from ganglion.errors import CommError, PeerLost, ProtocolError
+from ganglion.pipeline.agreement import ORDER_KIND, Agreement
 from ganglion.pipeline.alarm import ERROR_KIND, LISTEN_S, Alarm, told_error
 from ganglion.pipeline.ledger import Ledger
-from ganglion.pipeline.naming import ACTION_NAMES, named
+from ganglion.pipeline.naming import named, note_action
+from ganglion.pipeline.patience import Patience
 from ganglion.pipeline.predictions import PREDICT_KIND, Predictions
 from ganglion.pipeline.worker import Predict, Worker
-from ganglion.schedules import ForwardOnly, RankSchedule
+from ganglion.schedules import Follower, ForwardOnly, RankSchedule
 from ganglion.schedules.action import (
     BACKWARD,
     COMPUTE,
@@ -38,8 +40,7 @@ from ganglion.schedules.action import (
     Action,
     Message,
 )
-from ganglion.trace import COMPUTE as COMPUTE_LANE
-from ganglion.trace import HOST, Recorder
+from ganglion.trace import Recorder
 
 FORWARD_KIND, BACKWARD_KIND = "forward", "backward"
 _KINDS = {FORWARD_KIND: FORWARD, BACKWARD_KIND: BACKWARD}
@@ -62,13 +63,20 @@ class Engine:
         timeout_s: float,
         *,
         siblings: Transport | None = None,
+        agreement: Agreement | None = None,
+        in_turn: bool = False,
     ) -> None:
         """Drive `schedule`; `rank_at` gives the rank of the world that holds a stage.
 
         `transport` reaches the pipeline; `siblings`, the same stage of other replicas, is used for
-        alarms only.
+        alarms only. With an `agreement`, the leader of a tensor group decides. With `in_turn`,
+        evaluations run in an order that does not depend on arrivals.
         """
         self._schedule = schedule
+        self._agreement = agreement
+        self._in_turn = in_turn
+        is_led = agreement is not None and not agreement.leads
+        self._follower = Follower(schedule) if is_led else None
         self._transport = transport
         self._rank_at = rank_at
         self._worker = worker
@@ -78,7 +86,7 @@ class Engine:
         self._payloads: dict[tuple[str, int, int], Tensor] = {}
         self._predictions = Predictions()
         self._reducing: list[Action] = []
-        self._idle_since_s: float | None = None
+        self._patience = Patience(timeout_s, self._lost)
         self._num_stages = schedule.stage_map.num_stages
         held = schedule.stage_map.stages_of(schedule.rank)
         self._ledger = Ledger(held, self._num_stages)
@@ -116,7 +124,7 @@ class Engine:
                 if not is_updated:
                     self._wait()
                 else:
-                    self._check_patience(f"the numbers of step {num_updated - 1} of all ranks")
+                    self._patience.check(f"the numbers of step {num_updated - 1} of all ranks")
                     self._nap()
 
     def run_forwards(self, microbatches: range, predict: Predict) -> None:
@@ -124,7 +132,8 @@ class Engine:
 
         They are numbered through all such runs, for a rank may be ahead of the next.
         """
-        schedule = ForwardOnly(self._schedule.rank, self._schedule.stage_map, microbatches)
+        rank, stage_map = self._schedule.rank, self._schedule.stage_map
+        schedule = ForwardOnly(rank, stage_map, microbatches, in_turn=self._in_turn)
         self._predictions.begin(schedule)
         with self.telling():
             while not schedule.done:
@@ -140,10 +149,10 @@ class Engine:
     def wait_for(self, is_done: Callable[[], bool], awaiting: str) -> None:
         """Return when something that runs by itself is done; meanwhile alarms are heard."""
         with self.telling():
-            self._idle_since_s = None
+            self._patience.reset()
             while not is_done():
                 self._look()
-                self._check_patience(awaiting)
+                self._patience.check(awaiting)
                 self._nap()
 
     def close(self) -> None:
@@ -175,6 +184,8 @@ class Engine:
 
         Reductions go first, so that they are under way while this rank computes.
         """
+        if self._follower is not None:
+            return self._follow(self._follower)
         started, computation = False, None
         while (action := self._schedule.next()) is not None:
             started = True
@@ -186,8 +197,18 @@ class Engine:
             self._run(computation)
         return started
 
+    def _follow(self, follower: Follower) -> bool:
+        """Start what the leader of the group started, one after the other."""
+        started = False
+        while (action := follower.next()) is not None:
+            started = True
+            self._run(action)
+        return started
+
     def _run(self, action: Action) -> None:
-        self._idle_since_s = None
+        self._patience.reset()
+        if self._agreement is not None and self._agreement.leads:
+            self._agreement.announce(action)
         start_s = self._recorder.clock()
         try:
             if action.kind == REDUCE:
@@ -222,7 +243,7 @@ class Engine:
         return version
 
     def _predict(self, action: Action, predict: Predict) -> None:
-        self._idle_since_s = None
+        self._patience.reset()
         try:
             output = predict(action, self._predictions.pop(action))
         except CommError:
@@ -270,16 +291,7 @@ class Engine:
     def _record(self, action: Action, start_s: float, version: int) -> None:
         is_update = action.kind == UPDATE
         batch = action.index if is_update else self._schedule.batch_of(action.index)
-        self._recorder.add(
-            COMPUTE_LANE if action.lane == COMPUTE else HOST,
-            ACTION_NAMES[action.kind],
-            start_s,
-            self._recorder.clock(),
-            step=batch,
-            stage=action.stage,
-            microbatch=-1 if is_update else action.index,
-            version=version,
-        )
+        note_action(self._recorder, action, start_s, batch, version)
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -295,7 +307,7 @@ class Engine:
         """Return when something happened: an arrival, perhaps the end of a reduction or a nap."""
         if self._reducing:
             first = self._reducing[0]
-            self._check_patience(f"the reduction of stage {first.stage}, batch {first.index}")
+            self._patience.check(f"the reduction of stage {first.stage}, batch {first.index}")
             self._nap()
             return
         self._await(self._ledger.awaited())
@@ -304,7 +316,7 @@ class Engine:
         """Wait for a message, and take it."""
         if self._transport is None:
             raise ProtocolError("the schedule waits, but there is nobody to wait for")
-        left_s = self._check_patience(awaiting)
+        left_s = self._patience.check(awaiting)
         arrival = self._receive(self._transport, left_s, awaiting)
         if arrival is not None:
             self.take(arrival)
@@ -323,8 +335,7 @@ class Engine:
 
     def _nap(self) -> None:
         """Let a moment pass, or a message come."""
-        begun_s = self._idle_since_s
-        if begun_s is not None and time.monotonic() < begun_s + _LINGER_S:
+        if self._patience.is_young(_LINGER_S):
             os.sched_yield()
             return
         if self._transport is None:
@@ -334,17 +345,10 @@ class Engine:
         if arrival is not None:
             self.take(arrival)
 
-    def _check_patience(self, awaiting: str) -> float:
-        """Return how much longer to wait; PeerLost if nothing has happened for too long."""
-        now_s = time.monotonic()
-        if self._idle_since_s is None:
-            self._idle_since_s = now_s
-        left_s = self._idle_since_s + self._timeout_s - now_s
-        if left_s <= 0:
-            rank = self._rank_at(self._schedule.stage_map.stages_of(self._schedule.rank)[0])
-            others = () if self._transport is None else self._transport.peers
-            raise silence(rank, others, self._timeout_s, awaiting)
-        return left_s
+    def _lost(self, awaiting: str) -> PeerLost:
+        rank = self._rank_at(self._schedule.stage_map.stages_of(self._schedule.rank)[0])
+        others = () if self._transport is None else self._transport.peers
+        return silence(rank, others, self._timeout_s, awaiting)
 
     def _end_reductions(self) -> None:
         for action in list(self._reducing):
@@ -355,7 +359,7 @@ class Engine:
                 raise
             except Exception as error:
                 raise named(error, action, self._rank_at(action.stage)) from error
-            self._idle_since_s = None
+            self._patience.reset()
             self._reducing.remove(action)
             self._schedule.on_finish(action)
 
@@ -364,8 +368,13 @@ class Engine:
         header = arrival.header
         if header.kind == ERROR_KIND:
             raise told_error(arrival)
-        self._idle_since_s = None
+        self._patience.reset()
         kind = _KINDS.get(header.kind)
+        if header.kind.startswith(ORDER_KIND) and self._agreement is not None:
+            for order in self._agreement.orders(arrival):
+                assert self._follower is not None, "a leader takes no orders"
+                self._follower.on_arrival(order)
+            return
         if header.kind == PREDICT_KIND:
             self._predictions.take(arrival)
             return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ganglion.errors import GanglionError, PipelineError
-from ganglion.schedules.action import BACKWARD, FORWARD, REDUCE, UPDATE, WEIGHT, Action
+from ganglion.schedules.action import BACKWARD, COMPUTE, FORWARD, REDUCE, UPDATE, WEIGHT, Action
+from ganglion.trace import COMPUTE as COMPUTE_LANE
+from ganglion.trace import HOST, Recorder
 
 ACTION_NAMES = {
     FORWARD: "forward",
@@ -24,3 +26,19 @@ def named(error: Exception, action: Action, rank: int) -> GanglionError:
     if isinstance(error, GanglionError):
         return type(error)(f"{where}: {error}")
     return PipelineError(f"{where}: {type(error).__name__}: {error}")
+
+
+def note_action(
+    recorder: Recorder, action: Action, start_s: float, batch: int, version: int
+) -> None:
+    """Note in the trace that an action, which began at `start_s`, ends now."""
+    recorder.add(
+        COMPUTE_LANE if action.lane == COMPUTE else HOST,
+        ACTION_NAMES[action.kind],
+        start_s,
+        recorder.clock(),
+        step=batch,
+        stage=action.stage,
+        microbatch=-1 if action.kind == UPDATE else action.index,
+        version=version,
+    )

@@ -39,15 +39,16 @@ class WeightVersions:
         }
         self.select(0)
 
-    def select(self, version: int) -> None:
-        """Let the model's parameters be those of a version."""
+    def select(self, version: int) -> bool:
+        """Let the model's parameters be those of a version; say whether they were others."""
         assert self.newest - self._num_kept < version <= self.newest, "only kept versions are there"
         if version == self._selected:
-            return
+            return False
         views = self._views[version % self._num_kept]
         for name, parameter in self._parameters.items():
             parameter.data = views[name]
         self._selected = version
+        return True
 
     def begin_update(self) -> None:
         """Let the optimizer's parameters be the next version, still equal to the newest."""
