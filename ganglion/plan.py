@@ -164,9 +164,6 @@ class Plan:
 
 # What each field must be until its machinery exists, and its key in a run file.
 _UNBUILT: dict[str, tuple[object, str]] = {
-    "x": (1, "parallel.x"),
-    "y": (1, "parallel.y"),
-    "z": (1, "parallel.z"),
     "offload": ("none", "memory.offload"),
     "averaging": ("none", "averaging.method"),
     "servers": (0, "averaging.servers"),

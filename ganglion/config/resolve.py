@@ -10,6 +10,7 @@ import math
 
 from ganglion.config.schema import ModelSection, RunFile
 from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.config.tensor_checks import check_tensor_axes
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.plan import Plan
 from ganglion.schedules import (
@@ -49,6 +50,7 @@ def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
     )
     check_planned(plan)
     check_model(run.model, plan)
+    check_tensor_axes(run, plan)
     check_error_feedback(run.optimizer.error_feedback, plan)
     check_steps(run)
     return plan
@@ -70,6 +72,7 @@ def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
         )
     check_planned(plan)
     check_model(run.model, plan)
+    check_tensor_axes(run, plan)
     check_error_feedback(run.optimizer.error_feedback, plan)
     check_steps(run)
 
@@ -177,14 +180,6 @@ def check_model(model: ModelSection, plan: Plan) -> None:
             f"parallel.stage_boundaries = {list(plan.stage_boundaries)} cuts after the last of "
             f"{blocks} blocks: the last cut must be below {blocks}"
         )
-    if blocks is None or model.kind != "gpt":
-        return
-    for key, heads in (("model.heads", model.heads), ("model.kv_heads", model.kv_heads)):
-        if heads % plan.x:
-            raise LayoutError(
-                f"{key} = {heads} cannot be split over parallel.x = {plan.x}: choose a multiple "
-                f"of {plan.x}"
-            )
 
 
 def check_steps(run: RunFile) -> None:

@@ -104,7 +104,12 @@ class ParallelSection(Section):
         description='how ranks talk: "auto" (shared memory inside a host, torch.distributed '
         'between hosts and for GPUs), "shm", "torch", or "mpi" (needs the extra `mpi`)',
     )
-    overlap: bool = Field(True, description="reduce gradients while backward runs")
+    overlap: bool = Field(
+        True, description="reduce gradients, and gather weights over z, while something computes"
+    )
+    keep_gathered: bool = Field(
+        False, description="gather weights over z once a step and keep them: memory for traffic"
+    )
     bucket_mib: float = Field(25.0, gt=0, description="size of one gradient bucket")
 
 

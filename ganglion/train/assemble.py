@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from ganglion.comm import Group, Transport, World, plain_group
+from ganglion.comm import Transport, World
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientBuckets
 from ganglion.pipeline import (
+    Agreement,
     Engine,
     ErrorFeedback,
     Stage,
@@ -19,8 +20,8 @@ from ganglion.pipeline import (
     defer_weight_gradients,
 )
 from ganglion.plan import Plan
-from ganglion.schedules import RankSchedule, planned_options, planned_schedule
-from ganglion.topology import Coordinates
+from ganglion.schedules import ListedSchedule, RankSchedule, planned_options, planned_schedule
+from ganglion.topology import TENSOR_AXES, Coordinates
 from ganglion.train.block_costs import agreed_costs, guessed_costs, measured_costs
 from ganglion.train.cutting import Cut, cut_model, serial_names
 from ganglion.train.device import peak_bytes
@@ -30,10 +31,16 @@ from ganglion.train.optimizers import build_optimizers
 from ganglion.train.parts import Held, RunRequest
 from ganglion.train.pipelined import PipelineExecutor, StageAt
 from ganglion.train.stage_worker import StagePart, StageWorker, Tie
+from ganglion.train.tensor_split import Splitting, is_split, make_blocks_real
 
 
-def assemble(request: RunRequest, rate: RateSetter) -> Held:
-    """Build the pipeline rank of this process; all ranks do so at the same time."""
+def assemble(
+    request: RunRequest, splitting: Splitting, rate: RateSetter, overlap: bool = True
+) -> Held:
+    """Build the pipeline rank of this process; all ranks do so at the same time.
+
+    Reductions always overlap: the schedule says when they begin.
+    """
     plan, world = request.plan, request.world
     schedule = planned_schedule(plan, world.coordinates.pipe, request.schedules)
     if plan.schedule == "stash" and request.max_grad_norm > 0:
@@ -42,24 +49,30 @@ def assemble(request: RunRequest, rate: RateSetter) -> Held:
             f'at one moment, which parallel.schedule = "stash" never has: set it to 0'
         )
     cut = cut_model(request.blocks, plan, schedule.stage_map, _costs(request))
-    transport = world.open_transport("pipe", trace=request.recorder) if plan.pipe > 1 else None
+    agrees = is_split(world.mesh) and not isinstance(schedule, ListedSchedule)
+    axes = ("pipe", *TENSOR_AXES) if is_split(world.mesh) else ("pipe",)
+    has_mail = plan.pipe > 1 or agrees
+    transport = world.open_transport(*axes, trace=request.recorder) if has_mail else None
     rank_at = _rank_at(world, schedule)
     stages = schedule.stage_map.stages_of(world.coordinates.pipe)
-    group = plain_group(world.group("data"))
+    block_names = tuple(name for number in stages for name in cut.stages[number])
+    make_blocks_real(request, splitting, block_names)
     parts: dict[int, StagePart] = {}
     for number in stages:
-        parts[number] = _part(number, request, schedule, cut, rank_at, group, parts.values())
+        parts[number] = _part(number, request, schedule, cut, rank_at, splitting, parts.values())
     optimizers = [optimizer for part in parts.values() for optimizer in part.optimizers]
     # Replicas meet in reductions only; what fails in one must reach the others before.
     has_siblings = plan.pipe > 1 and plan.data > 1
     siblings = world.open_transport("data") if has_siblings else None
-    executor = _executor(request, schedule, parts, (transport, siblings), rank_at, rate)
+    executor = _executor(
+        request, schedule, parts, (transport, siblings), rank_at, rate, splitting, agrees
+    )
     return Held(
         executor=executor,
         parameters={name: p for part in parts.values() for name, p in part.parameters.items()},
         optimizers=optimizers,
         feedback=_feedback(parts.values()) if request.error_feedback else None,
-        block_names=tuple(name for number in stages for name in cut.stages[number]),
+        block_names=block_names,
         plan=_as_decided(request, cut),
     )
 
@@ -67,7 +80,8 @@ def assemble(request: RunRequest, rate: RateSetter) -> Held:
 def _costs(request: RunRequest) -> list[float]:
     """Return what each block costs: measured, if there is something to measure with."""
     blocks, sample = request.blocks, request.sample
-    if sample is None or request.plan.stage_boundaries:
+    # Split blocks cannot be measured alone: they meet other ranks inside.
+    if sample is None or request.plan.stage_boundaries or is_split(request.world.mesh):
         return guessed_costs(blocks)
     measured = measured_costs(blocks, request.loss_fn, sample, request.autocast)
     return agreed_costs(request.world, measured)
@@ -93,7 +107,7 @@ def _part(
     schedule: RankSchedule,
     cut: Cut,
     rank_at: Callable[[int], int],
-    group: Group,
+    splitting: Splitting,
     earlier: Iterable[StagePart],
 ) -> StagePart:
     """Build a stage; a parameter that an earlier stage of this rank has belongs to that one."""
@@ -107,7 +121,7 @@ def _part(
     num_sets = max(1, num_kept)
     buckets = GradientBuckets(
         trainable,
-        group,
+        splitting.reach,
         request.recorder,
         bucket_bytes=request.bucket_bytes,
         num_sets=num_sets,
@@ -187,6 +201,12 @@ def _lag(plan: Plan) -> int:
     return (plan.num_microbatches - 1 + plan.pipe) // plan.num_microbatches
 
 
+def _agreement(world: World, transport: Transport | None) -> Agreement:
+    """Return what lets the ranks of a tensor group do the same in the same order."""
+    assert transport is not None, "orders need a transport"
+    return Agreement(transport, world.mesh.group_of(world.rank, TENSOR_AXES), world.rank)
+
+
 def _executor(
     request: RunRequest,
     schedule: RankSchedule,
@@ -194,8 +214,11 @@ def _executor(
     transports: tuple[Transport | None, Transport | None],
     rank_at: Callable[[int], int],
     rate: RateSetter,
+    splitting: Splitting,
+    agrees: bool,
 ) -> PipelineExecutor:
     transport, siblings = transports
+    world = request.world
     rates: dict[int, float] = {}
 
     def set_rate(step: int) -> float:
@@ -208,7 +231,9 @@ def _executor(
     stage_map = schedule.stage_map
     last = StageAt(stage_map.num_stages - 1, stage_map.rank_of(stage_map.num_stages - 1))
     exchange = Exchange(request.world, own_numbers, loss_pipe=last.pipe)
-    worker = StageWorker(parts, exchange, transport, set_rate, request.max_grad_norm)
+    worker = StageWorker(
+        parts, exchange, transport, set_rate, request.max_grad_norm, splitting.weights
+    )
     engine = Engine(
         schedule,
         transport,
@@ -217,6 +242,8 @@ def _executor(
         request.recorder,
         request.timeout_s,
         siblings=siblings,
+        agreement=_agreement(world, transport) if agrees else None,
+        in_turn=is_split(world.mesh),
     )
     executor = PipelineExecutor(
         request.plan,
@@ -230,5 +257,6 @@ def _executor(
         device=request.device,
         lag=0 if schedule.flushes else _lag(request.plan),
         last=last,
+        whole_output=splitting.whole_output,
     )
     return executor

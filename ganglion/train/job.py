@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ganglion.comm import World
-from ganglion.config import RunFile, model_shape
+from ganglion.config import ModelShape, RunFile, model_shape
 from ganglion.config.run_folder import CHECKPOINTS
 from ganglion.data import (
     DataSource,
@@ -23,6 +23,7 @@ from ganglion.data import (
 )
 from ganglion.data.batches import read_batch
 from ganglion.models import (
+    InitialWeights,
     LossFn,
     build_model,
     build_user_blocks,
@@ -30,8 +31,10 @@ from ganglion.models import (
     loss_function,
     named_blocks,
     named_parameters,
+    outline_model,
 )
 from ganglion.plan import Plan
+from ganglion.tensor import TensorSettings
 from ganglion.topology import Launch
 from ganglion.trace import Recorder
 from ganglion.train.block_costs import Sample
@@ -98,11 +101,12 @@ def build_job(
     source = open_source(file, cache_dir)
     if world.rank == 0 and source.tokenizer is not None:
         save_tokenizer(source.tokenizer, folder)
-    blocks = build_blocks(file, source.num_classes, source.input_shape)
+    blocks, initial = outline_blocks(file, source.num_classes, source.input_shape)
+    num_parameters = sum(p.numel() for p in named_parameters(blocks).values())  # not of pieces
     loss_fn = loss_function(file.model.loss)
     flops = count_flops(blocks, loss_fn, *_samples(source.train, 1))
     sample = _samples(source.train, plan.microbatch_size) if plan.pipe > 1 else None
-    run = _parallelize(file, plan, world, device, blocks, loss_fn, sample)
+    run = parallelize_file(file, plan, world, device, blocks, initial, loss_fn, sample)
     return Job(
         file=file,
         run=run,
@@ -110,7 +114,7 @@ def build_job(
         folder=folder,
         peak_flops=machine_peak(world, device, plan.precision),
         flops_per_token=None if flops is None else flops / source.tokens_per_sample,
-        num_parameters=sum(p.numel() for p in named_parameters(blocks).values()),
+        num_parameters=num_parameters,
     )
 
 
@@ -121,24 +125,43 @@ def build_blocks(
     torch.manual_seed(file.train.seed)
     if file.model.build:
         return build_user_blocks(file.model.build, file.model.args)
-    shape = model_shape(
+    return named_blocks(build_model(_shape(file, num_outputs, input_shape)))
+
+
+def outline_blocks(
+    file: RunFile, num_outputs: int, input_shape: tuple[int, ...]
+) -> tuple[dict[str, nn.Module], InitialWeights | None]:
+    """Build the model of a run file without memory, and tell its weights: those of `build_blocks`.
+
+    A model of the user's own is built with its weights, and None is told.
+    """
+    if file.model.build:
+        return build_blocks(file, num_outputs, input_shape), None
+    torch.manual_seed(file.train.seed)
+    model, initial = outline_model(_shape(file, num_outputs, input_shape))
+    return named_blocks(model), initial
+
+
+def _shape(file: RunFile, num_outputs: int, input_shape: tuple[int, ...]) -> ModelShape:
+    return model_shape(
         file.model,
         num_outputs=num_outputs,
         input_shape=input_shape,
         tokens=_HAS_TOKENS.get(file.data.kind),
     )
-    return named_blocks(build_model(shape))
 
 
-def _parallelize(
+def parallelize_file(
     file: RunFile,
     plan: Plan,
     world: World,
     device: torch.device,
     blocks: dict[str, nn.Module],
+    initial: InitialWeights | None,
     loss_fn: LossFn,
     sample: Sample | None,
 ) -> Run:
+    """Return the run of blocks under a plan, all else as a run file says."""
     recorder = Recorder(world.rank, enabled=file.trace.enabled)
     recorder.offset_s = world.clock_offset_s()
     return parallelize(
@@ -159,9 +182,16 @@ def _parallelize(
         device=device,
         recorder=recorder,
         overlap=file.parallel.overlap,
+        tensor=TensorSettings(
+            overlap_all_reduce=file.parallel.overlap,
+            overlap_reduce_scatter=file.parallel.overlap,
+            overlap_all_gather=file.parallel.overlap,
+            keep_gathered=file.parallel.keep_gathered,
+        ),
         bucket_mib=file.parallel.bucket_mib,
         timeout_s=file.train.timeout_s,
         sample=sample,
+        initial=initial,
     )
 
 

@@ -9,27 +9,41 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ganglion.comm import World, open_world, plain_group
+from ganglion.comm import World, open_world
 from ganglion.config import check_error_feedback
 from ganglion.data import share_index
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientReducer
-from ganglion.models import Blocks, LossFn, named_blocks, named_buffers, named_parameters
+from ganglion.models import (
+    Blocks,
+    InitialWeights,
+    LossFn,
+    named_blocks,
+    named_buffers,
+    named_parameters,
+)
 from ganglion.plan import Plan
 from ganglion.schedules import BUILT_IN, Registry, check_planned, planned_schedule
-from ganglion.topology import read_launch
+from ganglion.tensor import TensorSettings
+from ganglion.topology import AXES, ModelCuts, read_launch
 from ganglion.trace import Recorder
 from ganglion.train.assemble import assemble
 from ganglion.train.block_costs import Sample
 from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
-from ganglion.train.optimizers import OptimizerFactory, build_optimizers
+from ganglion.train.meta import check_memory
+from ganglion.train.optimizers import (
+    OptimizerFactory,
+    build_optimizers,
+    refuse_muon_on_pieces,
+)
 from ganglion.train.parts import Held, RunParts, RunRequest
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
+from ganglion.train.tensor_split import Splitting, make_blocks_real, split_request
 from ganglion.units import MIB
 
 
@@ -51,6 +65,9 @@ def parallelize(
     timeout_s: float = 300.0,
     sample: Sample | None = None,
     schedules: Registry = BUILT_IN,
+    cuts: ModelCuts | None = None,
+    tensor: TensorSettings | None = None,
+    initial: InitialWeights | None = None,
 ) -> Run:
     """Return a run that trains `blocks`, in order, under `plan`.
 
@@ -62,7 +79,11 @@ def parallelize(
     environment. With a `sample`, the inputs and targets of one microbatch, the blocks are measured
     and the stages of a pipeline cut so that each takes equally long; without, by their weights.
     `schedules` knows the plan's schedule by name, or else the plan refers to it as
-    "package.module:name".
+    "package.module:name". With tensor axes, the layers of known models are split as such; `cuts`
+    tell how to split others, whose linear layers else take and return whole activations. `tensor`
+    switches their overlaps. Blocks on the meta device, which have no memory, need their `initial`
+    weights: every rank then makes its own piece of them and nothing more. Other blocks begin with
+    the weights of rank 0.
     """
     plan.require_built()
     plan = dataclasses.replace(plan, schedule=schedules.canonical(plan.schedule))
@@ -74,8 +95,9 @@ def parallelize(
     recorder = Recorder(world.rank, enabled=False) if recorder is None else recorder
     world.record_in(recorder)
     keep_freed_memory()
+    first_microbatch = share_index(world.coordinates, world.mesh) * plan.num_microbatches
     request = RunRequest(
-        blocks={name: block.to(device) for name, block in named_blocks(blocks).items()},
+        blocks=_placed(named_blocks(blocks), device, initial),
         loss_fn=loss_fn,
         optimizer_factory=optimizer_factory,
         plan=plan,
@@ -83,24 +105,31 @@ def parallelize(
         world=world,
         device=device,
         recorder=recorder,
-        stream=RandomStream(seed, share_index(world.coordinates, world.mesh)),
+        stream=RandomStream(seed, first_microbatch),
         autocast=lambda: autocast(plan.precision, device),
         bucket_bytes=int(bucket_mib * MIB),
         max_grad_norm=max_grad_norm,
         error_feedback=error_feedback,
         timeout_s=timeout_s,
         sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
+        initial=_agreed(initial, world),
     )
-    return _build(request, lr_factor, overlap, seed)
+    if initial is None:
+        _same_start(request)
+    request, splitting = split_request(request, cuts, tensor or TensorSettings())
+    return _build(request, splitting, lr_factor, overlap, seed)
 
 
-def _build(request: RunRequest, lr_factor: LrFactor, overlap: bool, seed: int) -> Run:
+def _build(
+    request: RunRequest, splitting: Splitting, lr_factor: LrFactor, overlap: bool, seed: int
+) -> Run:
     """Join the parts that the plan calls for."""
-    _same_start(request)
     plan, rate = request.plan, RateSetter(lr_factor)
     # One stage that flushes is plain training; one that does not has a delay of its own.
     whole = plan.pipe == 1 and planned_schedule(plan, 0, request.schedules).flushes
-    held = _replica(request, rate, overlap) if whole else assemble(request, rate)
+    build = _replica if whole else assemble
+    held = build(request, splitting, rate, overlap)
+    refuse_muon_on_pieces(held.optimizers, splitting.placements)
     rate.take(held.optimizers)
     return Run(
         RunParts(
@@ -114,24 +143,34 @@ def _build(request: RunRequest, lr_factor: LrFactor, overlap: bool, seed: int) -
             feedback=held.feedback,
             recorder=request.recorder,
             seed=seed,
+            placements=splitting.placements,
         )
     )
 
 
-def _replica(request: RunRequest, rate: RateSetter, overlap: bool) -> Held:
+def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overlap: bool) -> Held:
     """Return the executor of a whole model on this rank."""
+    make_blocks_real(request, splitting, request.blocks)
     parameters = named_parameters(request.blocks)
     reducer = GradientReducer(
         parameters,
-        plain_group(request.world.group("data")),
+        splitting.reach,
         request.recorder,
         bucket_bytes=request.bucket_bytes,
         overlap=overlap,
+        late=splitting.weights,
     )
     optimizers = build_optimizers(request.optimizer_factory, _trainable(parameters))
     plan, device, recorder = request.plan, request.device, request.recorder
     replica = Replica(
-        request.blocks, request.loss_fn, plan, device, reducer, recorder, request.stream
+        request.blocks,
+        request.loss_fn,
+        plan,
+        device,
+        reducer,
+        recorder,
+        request.stream,
+        splitting,
     )
     executor = ReplicaExecutor(
         request.world,
@@ -142,6 +181,7 @@ def _replica(request: RunRequest, rate: RateSetter, overlap: bool) -> Held:
         set_lr=rate.set,
         max_grad_norm=request.max_grad_norm,
         device=device,
+        norm_group=splitting.norm_group,
     )
     return Held(
         executor=executor,
@@ -152,11 +192,28 @@ def _replica(request: RunRequest, rate: RateSetter, overlap: bool) -> Held:
     )
 
 
+def _placed(
+    blocks: Mapping[str, nn.Module], device: torch.device, initial: InitialWeights | None
+) -> dict[str, nn.Module]:
+    """Return the blocks on the device; those without memory get it once they are split."""
+    check_memory(blocks, initial)
+    if initial is not None:
+        return dict(blocks)
+    return {name: block.to(device) for name, block in blocks.items()}
+
+
+def _agreed(initial: InitialWeights | None, world: World) -> InitialWeights | None:
+    """Let all ranks draw with the seed of the first: one may have drawn its own."""
+    if initial is None:
+        return None
+    return dataclasses.replace(initial, seed=int(world.broadcast_text(str(initial.seed))))
+
+
 def _same_start(request: RunRequest) -> None:
     """Give every replica the weights of the first one, however each was initialised."""
     tensors = {**named_parameters(request.blocks), **named_buffers(request.blocks)}
     for tensor in tensors.values():
-        for axis in ("data", "pipe"):
+        for axis in AXES:
             request.world.group(axis).broadcast(tensor.detach()).wait()
 
 

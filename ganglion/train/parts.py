@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ganglion.comm import World
-from ganglion.models import LossFn
+from ganglion.models import InitialWeights, LossFn
 from ganglion.plan import Plan
 from ganglion.schedules import Registry
+from ganglion.topology import Placement
 from ganglion.trace import Recorder
 from ganglion.train.block_costs import Sample
 from ganglion.train.executor import Executor
@@ -25,7 +26,8 @@ from ganglion.train.random_stream import RandomStream
 class RunParts:
     """Everything a run holds; parameters and buffers go by their serial names.
 
-    `feedback` is what error feedback remembers, also by name; None without it.
+    `feedback` is what error feedback remembers, also by name; None without it. `placements` tell
+    which piece of each parameter this rank holds; empty if it holds them whole.
     """
 
     plan: Plan
@@ -38,6 +40,7 @@ class RunParts:
     feedback: Mapping[str, Tensor] | None
     recorder: Recorder
     seed: int
+    placements: Mapping[str, Placement]
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers under their serial names, without their history."""
@@ -64,6 +67,7 @@ class RunRequest:
     error_feedback: bool
     timeout_s: float
     sample: Sample | None
+    initial: InitialWeights | None  # of blocks on the meta device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,13 @@ class PipelineExecutor:
         device: torch.device,
         lag: int,
         last: StageAt,
+        whole_output: Callable[[Tensor], Tensor],
     ) -> None:
-        """Join the parts; results come `lag` batches after their batch, losses from `last`."""
+        """Join the parts; results come `lag` batches after their batch, losses from `last`.
+
+        `whole_output` makes of what the last block returned the output of the model.
+        """
+        self._whole_output = whole_output
         self._plan = plan
         self._world = world
         self._engine = engine
@@ -83,6 +88,7 @@ class PipelineExecutor:
         for part in self._parts.values():
             if part.versions is not None:
                 part.versions.restart(step)
+        self._worker.on_change()
 
     def train(self, batch: Share) -> Iterator[StepResult]:
         """Let a batch enter and yield the results that are there."""
@@ -126,7 +132,8 @@ class PipelineExecutor:
     def outputs(self, inputs: Tensor) -> Tensor:
         """Return what the model makes of some inputs, on every rank of the pipeline."""
         found = self._forwards([(inputs.to(self._device), None)])
-        group, mine = self._world.group("pipe"), found[0] if found else None
+        group = self._world.group("pipe")
+        mine = self._whole_output(found[0]) if found else None
         with self._engine.telling():
             return broadcast_tensor(group, mine, self._last.pipe, self._device)
 

@@ -1,7 +1,8 @@
 """Random numbers that do not depend on the layout: one stream for each microbatch and block.
 
 Dropout draws the same mask whichever rank runs a block, in whichever order microbatches come, and
-again when a forward is repeated.
+again when a forward is repeated. Microbatches are counted over the whole global batch, so it does
+not matter either among how many replicas they are dealt out.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ _MAX_BLOCKS = 1 << 16
 class RandomStream:
     """The random numbers of one share of the batches."""
 
-    def __init__(self, seed: int, share: int) -> None:
-        """Begin the stream that `seed` gives a share."""
+    def __init__(self, seed: int, first_microbatch: int) -> None:
+        """Begin the stream of a share whose first microbatch has this number in its batch."""
         self._seed = seed
-        self._share = share
+        self._first_microbatch = first_microbatch
         self._step = -1
         self._base = 0
 
     def seed_block(self, step: int, microbatch: int, block: int) -> None:
         """Let the numbers drawn from now on be those of a block."""
         if step != self._step:
-            self._step, self._base = step, mix_seed(self._seed, step, self._share)
-        place = microbatch * _MAX_BLOCKS + block
+            self._step, self._base = step, mix_seed(self._seed, step)
+        place = (self._first_microbatch + microbatch) * _MAX_BLOCKS + block
         _seed((self._base + place * _ODD) & _MASK)
 
 

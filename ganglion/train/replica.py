@@ -1,7 +1,7 @@
 """One replica on one rank: forward and backward of a step's microbatches, then the gradients.
 
-This is the executor of plans without pipeline or tensor axes. Other executors take its place
-behind the same two methods.
+This is the executor of plans without a pipeline. Its blocks may be pieces of a model that is split
+over x, y and z.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ganglion.trace import COMPUTE, Recorder
 from ganglion.train.executor import Share
 from ganglion.train.microbatches import cut_batch
 from ganglion.train.random_stream import RandomStream
+from ganglion.train.tensor_split import Splitting
 
 
 class Replica:
@@ -35,6 +36,7 @@ class Replica:
         reducer: GradientReducer,
         recorder: Recorder,
         stream: RandomStream,
+        splitting: Splitting,
     ) -> None:
         """Join the blocks of a model with its loss and the reducer of its gradients."""
         self._chain = Chain(
@@ -48,6 +50,7 @@ class Replica:
         self._reducer = reducer
         self._recorder = recorder
         self._stream = stream
+        self._splitting = splitting
 
     def forward_backward(self, batch: Share, step: int) -> Tensor:
         """Leave the gradients of the mean loss over the global batch; return this share's loss."""
@@ -64,6 +67,8 @@ class Replica:
             with self._recorder.span(COMPUTE, "backward", step=step, microbatch=index):
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()  # a new tensor: a loss in double must stay double
+        if self._splitting.weights is not None:
+            self._splitting.weights.finish_gradients()
         self._reducer.finish(step)
         return total / self._plan.num_microbatches
 
@@ -78,7 +83,13 @@ class Replica:
     def outputs(self, inputs: Tensor) -> Tensor:
         """Return what the model makes of some inputs; no gradients, no dropout."""
         with evaluation_mode(self._chain.blocks):
-            return self._chain.evaluate(inputs.to(self._device), None)
+            output = self._chain.evaluate(inputs.to(self._device), None)
+        return self._splitting.whole_output(output)
+
+    def on_change(self) -> None:
+        """Say that the weights are others now."""
+        if self._splitting.weights is not None:
+            self._splitting.weights.on_change()
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

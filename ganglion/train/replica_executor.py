@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ganglion.comm import World
+from ganglion.comm import Group, World
 from ganglion.gradients import GradientReducer, clip_by_norm, global_norm
 from ganglion.trace import COMPUTE, HOST, Recorder
 from ganglion.train.device import peak_bytes
@@ -33,8 +33,12 @@ class ReplicaExecutor:
         set_lr: SetLr,
         max_grad_norm: float,
         device: torch.device,
+        norm_group: Group | None = None,
     ) -> None:
-        """Join a replica with its gradients and optimizers; `set_lr(step)` sets the rate."""
+        """Join a replica with its gradients and optimizers; `set_lr(step)` sets the rate.
+
+        With a `norm_group`, the ranks of it hold parts of the gradients.
+        """
         self._world = world
         self._replica = replica
         self._reducer = reducer
@@ -43,12 +47,14 @@ class ReplicaExecutor:
         self._set_lr = set_lr
         self._max_grad_norm = max_grad_norm
         self._device = device
+        self._norm_group = norm_group
         self._step = 0
         self._stop = False
 
     def begin_at(self, step: int) -> None:
         """Say that `step` updates have been made."""
         self._step = step
+        self._replica.on_change()
 
     def train(self, batch: Share) -> Iterator[StepResult]:
         """Train on a batch and yield its result."""
@@ -60,6 +66,7 @@ class ReplicaExecutor:
             lr = self._set_lr(step)
             for optimizer in self._optimizers:
                 optimizer.step()
+        self._replica.on_change()
         self._step += 1
         yield self._agree(loss, grad_norm, lr)
 
@@ -93,10 +100,17 @@ class ReplicaExecutor:
 
     def _clip(self) -> Tensor:
         buffers = self._reducer.buffers
-        norm = global_norm(buffers)
+        norm = global_norm(buffers) if self._norm_group is None else self._joint_norm()
         if self._max_grad_norm > 0:
             clip_by_norm(buffers, norm, self._max_grad_norm)
         return norm
+
+    def _joint_norm(self) -> Tensor:
+        """Return the norm of gradients of which this rank has a part."""
+        assert self._norm_group is not None
+        total = torch.tensor([self._reducer.square_norm()], dtype=torch.float64)
+        self._norm_group.all_reduce(total).wait()
+        return total.sqrt()[0]
 
     def _agree(self, loss: Tensor, grad_norm: Tensor, lr: float) -> StepResult:
         """Exchange the few numbers of a step, so that every rank reports the same."""

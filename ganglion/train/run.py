@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ganglion.checkpoint import JSON
 from ganglion.data import Batches, MapDataset, Sampler, share_index
+from ganglion.topology import Placement
 from ganglion.trace import COMPUTE, HOST
 from ganglion.train.executor import Share, StepResult
 from ganglion.train.parts import RunParts
@@ -104,10 +105,12 @@ class Run:
     def drain(self) -> None:
         """Finish what is in flight, so that weights and buffers are those of `step`.
 
-        Buffers, such as running means, drift apart between replicas; the first replica's count.
+        Buffers, such as running means, drift apart between ranks that see different samples; those
+        of the first samples count.
         """
         self._keep(self._parts.executor.drain())
-        group = self.world.group("data")
+        axes = ("data",) if self.world.mesh.z == 1 else ("data", "z")
+        group = self.world.group(*axes)
         for buffer in self._parts.buffers.values():
             group.broadcast(buffer).wait()
 
@@ -133,6 +136,10 @@ class Run:
     def model_tensors(self) -> dict[str, Tensor]:
         """Return the model's weights and buffers under their serial names."""
         return self._parts.model_tensors()
+
+    def placements(self) -> Mapping[str, Placement]:
+        """Return which piece of each parameter this rank holds, by name; empty if all are whole."""
+        return self._parts.placements
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients by name, after reduction and clipping."""

@@ -23,6 +23,7 @@ from ganglion.comm import Arrival, Transport
 from ganglion.gradients import GradientBuckets, clip_by_norm
 from ganglion.pipeline import ErrorFeedback, Stage, WeightVersions
 from ganglion.schedules.action import Action
+from ganglion.tensor import Weights
 from ganglion.train.exchange import Exchange
 
 TIED = "tied"
@@ -55,10 +56,9 @@ class StagePart:
     ties: tuple[Tie, ...] = ()
     num_sets: int = 1
 
-    def select(self, version: int) -> None:
-        """Let the parameters be those of a version."""
-        if self.versions is not None:
-            self.versions.select(version)
+    def select(self, version: int) -> bool:
+        """Let the parameters be those of a version; say whether they were others."""
+        return self.versions is not None and self.versions.select(version)
 
 
 class StageWorker:
@@ -71,8 +71,13 @@ class StageWorker:
         transport: Transport | None,
         set_lr: Callable[[int], float],
         max_grad_norm: float,
+        weights: Weights | None = None,
     ) -> None:
-        """Work with the stages `parts`; `set_lr(step)` sets the learning rate of an update."""
+        """Work with the stages `parts`; `set_lr(step)` sets the learning rate of an update.
+
+        `weights` are those that are stored in pieces.
+        """
+        self._weights = weights
         self._parts = parts
         self._exchange = exchange
         self._transport = transport
@@ -98,7 +103,7 @@ class StageWorker:
     def forward(self, action: Action, version: int, hidden: Tensor | None) -> Tensor | None:
         """Run a forward; return what goes to the next stage."""
         part = self._parts[action.stage]
-        part.select(version)
+        self._select(part, version)
         if hidden is None:
             hidden = self._inputs.pop(action.index)
         return part.stage.forward(action.index, hidden)
@@ -115,7 +120,7 @@ class StageWorker:
     def predict(self, action: Action, hidden: Tensor, target: Tensor | None) -> Tensor:
         """Run a forward with the newest weights, remembering nothing; with a target, the loss."""
         part = self._parts[action.stage]
-        part.select(0 if part.versions is None else part.versions.newest)
+        self._select(part, 0 if part.versions is None else part.versions.newest)
         return part.stage.evaluate(hidden, target)
 
     def _prepared(self, action: Action, version: int) -> StagePart:
@@ -124,7 +129,7 @@ class StageWorker:
         In all stages of the rank, for two of them may share a parameter.
         """
         part, batch = self._parts[action.stage], self._batch_of[action.index]
-        part.select(version)
+        self._select(part, version)
         if batch not in self._zeroed:
             self._zeroed.add(batch)
             for each in self._parts.values():
@@ -132,12 +137,23 @@ class StageWorker:
         part.buckets.select(batch % part.num_sets)
         return part
 
+    def _select(self, part: StagePart, version: int) -> None:
+        if part.select(version):
+            self.on_change()
+
+    def on_change(self) -> None:
+        """Say that the weights are others now."""
+        if self._weights is not None:
+            self._weights.on_change()
+
     # --- the end of a batch --------------------------------------------------------------------
 
     def start_reduce(self, action: Action) -> None:
         """Start to sum the gradients of a batch: tied ones first, as both holders need them."""
         part, batch = self._parts[action.stage], action.index
         part.buckets.select(batch % part.num_sets)
+        if self._weights is not None:
+            self._weights.finish_gradients()
         for tie in part.ties:
             assert self._transport is not None, "tied stages sit on different ranks"
             gradient = part.parameters[tie.name].grad
@@ -196,12 +212,12 @@ class StageWorker:
         """Return the sum of squares of this rank's gradients; a tied one counts once."""
         total = 0.0
         for part in self._parts.values():
-            buffers = part.buckets.buffers(batch % part.num_sets)
-            total += sum(float(torch.sum(b.double() * b.double())) for b in buffers)
+            total += part.buckets.square_norm(batch % part.num_sets)
             for tie in part.ties:
-                gradient = part.parameters[tie.name].grad
-                if not tie.is_first and gradient is not None:
-                    total -= float(torch.sum(gradient.double() * gradient.double()))
+                parameter = part.parameters[tie.name]
+                if not tie.is_first and parameter.grad is not None:
+                    square = float(torch.sum(parameter.grad.double() * parameter.grad.double()))
+                    total -= square / part.buckets.num_copies(parameter)
         return total
 
     def update(self, action: Action) -> None:
@@ -222,6 +238,7 @@ class StageWorker:
             part.feedback.correct()
         if part.versions is not None:
             part.versions.end_update()
+        self.on_change()
         self._forget(action.stage, batch)
 
     def _forget(self, stage: int, batch: int) -> None:

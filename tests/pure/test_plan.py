@@ -69,9 +69,6 @@ def test_impossible_plans_are_refused(fields: dict[str, object], text: str) -> N
 
 
 UNBUILT = {
-    "x": 2,
-    "y": 2,
-    "z": 2,
     "offload": "host",
     "averaging": "sync_easgd",
     "servers": 1,
@@ -88,6 +85,7 @@ def test_what_is_built_is_not_refused() -> None:
     Plan(data=4, num_microbatches=3, precision="bf16").require_built()
     Plan(data=2, pipe=3, num_microbatches=3, schedule="two_bw").require_built()
     Plan(recompute="full").require_built()
+    Plan(x=2, y=2, z=2, pipe=2).require_built()
 
 
 @pytest.mark.parametrize(

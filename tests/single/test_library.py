@@ -56,6 +56,7 @@ def test_the_surface_is_pinned() -> None:
         "load",
         "model_tensors",
         "outputs",
+        "placements",
         "request_stop",
         "save",
         "steps",
@@ -147,7 +148,7 @@ def test_several_optimizers() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"plan": ganglion.Plan(x=2)}, NotBuiltError, "x = 2 is not built yet"),
+        ({"plan": ganglion.Plan(offload="host")}, NotBuiltError, "offload = 'host' is not built"),
         ({"plan": ganglion.Plan(data=2)}, LayoutError, "needs 2 processes, but 1 were started"),
         (
             {"optimizer_factory": lambda named: torch.optim.SGD(named[:1], lr=1)},

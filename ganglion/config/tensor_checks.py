@@ -1,0 +1,43 @@
+"""Which tensor axes a built-in model can be split over, from its numbers alone.
+
+A weight (outputs, inputs) is cut along its outputs by one of x and y, along its inputs by the
+other, and what is left of its rows by z, if z divides them. A vocabulary that is left to the data
+(size 0) is looked at when they are read.
+"""
+
+from __future__ import annotations
+
+from ganglion.config.schema import ModelSection, RunFile
+from ganglion.errors import ConfigError, LayoutError
+from ganglion.plan import Plan
+
+
+def check_tensor_axes(run: RunFile, plan: Plan) -> None:
+    """Refuse tensor axes that the model's sizes, or its optimizer, do not fit."""
+    if plan.x * plan.y * plan.z == 1:
+        return
+    if run.optimizer.name == "muon":
+        raise ConfigError(
+            f'optimizer.name = "muon" needs whole matrices, but parallel.x = {plan.x}, y = '
+            f'{plan.y}, z = {plan.z} split them: set optimizer.name = "adamw", or train over '
+            f"parallel.data and parallel.pipe"
+        )
+    if not run.model.build and run.model.kind == "gpt":
+        _check_gpt(run.model, plan)
+
+
+def _check_gpt(model: ModelSection, plan: Plan) -> None:
+    kv_heads = model.kv_heads or model.heads
+    _check("model.heads", model.heads, "x", plan.x)
+    _check("model.kv_heads", kv_heads, "x", plan.x)
+    _check("model.mlp_hidden", model.mlp_hidden or 4 * model.hidden, "x", plan.x)
+    _check("model.vocab_size", model.vocab_size, "x", plan.x)
+    _check("model.hidden", model.hidden, "y", plan.y)
+
+
+def _check(key: str, size: int, axis: str, parts: int) -> None:
+    if size % parts:
+        raise LayoutError(
+            f"{key} = {size} cannot be split over parallel.{axis} = {parts}: choose a multiple of "
+            f"{parts}, or another parallel.{axis}"
+        )

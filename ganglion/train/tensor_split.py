@@ -1,0 +1,117 @@
+"""Splitting the blocks of a run over x, y and z, and what the rest of the run must know of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ganglion.comm import Group, World, plain_group
+from ganglion.gradients import Reach
+from ganglion.models import LossFn, cross_entropy, named_buffers, named_parameters, tensor_cuts
+from ganglion.tensor import (
+    TensorReport,
+    TensorSettings,
+    Weights,
+    apply_tensor_parallel,
+    gather,
+    split_cross_entropy,
+)
+from ganglion.topology import TENSOR_AXES, Mesh, ModelCuts, Placement
+from ganglion.train.cutting import serial_names
+from ganglion.train.meta import make_real
+from ganglion.train.parts import RunRequest
+
+
+def is_split(mesh: Mesh) -> bool:
+    """Say whether a mesh has tensor axes."""
+    return any(mesh.size(axis) > 1 for axis in TENSOR_AXES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splitting:
+    """What a run knows of its split: nothing, for a run without tensor axes.
+
+    `reach` says over which ranks each gradient is summed; `norm_group` has the ranks whose parts
+    of the gradient norm belong together; `whole_output` gathers what the last block returns.
+    """
+
+    reach: Reach | Mapping[str, Reach]
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    weights: Weights | None = None
+    report: TensorReport | None = None
+    norm_group: Group | None = None
+    whole_output: Callable[[Tensor], Tensor] = lambda output: output
+
+
+def unsplit(world: World) -> Splitting:
+    """Return what holds without tensor axes: gradients are summed over the replicas."""
+    return Splitting(reach=Reach(plain_group(world.group("data"))))
+
+
+def split_request(
+    request: RunRequest, cuts: ModelCuts | None, settings: TensorSettings
+) -> tuple[RunRequest, Splitting]:
+    """Return the request with split blocks and their loss; the given blocks are used up."""
+    world = request.world
+    if not is_split(world.mesh):
+        return request, unsplit(world)
+    cuts = tensor_cuts(request.blocks) if cuts is None else cuts
+    names = (*named_parameters(request.blocks), *named_buffers(request.blocks))
+    split = apply_tensor_parallel(request.blocks, world, cuts.modules, settings)
+    group = split.grid.group(cuts.output_axis, "output")
+    placements = {name: split.report.placements[name] for name in names}
+    splitting = Splitting(
+        reach=_reaches(placements, world),
+        placements=placements,
+        weights=split.weights,
+        report=split.report,
+        norm_group=plain_group(world.group(*TENSOR_AXES)),
+        whole_output=lambda output: gather(output, group, cuts.output_dim),
+    )
+    loss_fn = _split_loss(request.loss_fn, group, cuts.output_dim)
+    return dataclasses.replace(request, blocks=split.blocks, loss_fn=loss_fn), splitting
+
+
+def make_blocks_real(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
+    """Give the named blocks memory and initial weights, if they were built without."""
+    if request.initial is None:
+        return
+    names = tuple(block_names)
+    tensors: dict[str, Tensor] = dict(serial_names(request.blocks, names))
+    for name in names:
+        tensors |= request.blocks[name].named_buffers(prefix=name)
+    make_real(tensors, request.initial, splitting.placements, request.world, request.device)
+
+
+def _reaches(placements: Mapping[str, Placement], world: World) -> dict[str, Reach]:
+    """Return over which ranks each gradient is summed.
+
+    All groups are made first, in one order: stages have different parameters, and every rank must
+    take part in making every group.
+    """
+    wanted: tuple[tuple[str, ...], ...] = (("data",), ("data", "z"))
+    # Of their own: when a sum starts depends on messages, while layers gather in a fixed order.
+    groups = {
+        axes: plain_group(world.group(*_long(axes, world.mesh), use="gradients")) for axes in wanted
+    }
+    return {
+        name: Reach(groups[tuple(sorted(place.replicated))], place.num_copies(world.mesh))
+        for name, place in placements.items()
+    }
+
+
+def _long(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """Leave out axes of one rank: groups of the same ranks should be the same group."""
+    return tuple(axis for axis in axes if mesh.size(axis) > 1) or axes[:1]
+
+
+def _split_loss(loss_fn: LossFn, group: Group | None, dim: int) -> LossFn:
+    """Return a loss of split outputs: our own without gathering them, any other on the whole."""
+    if group is None:
+        return loss_fn
+    if loss_fn is cross_entropy and dim == -1:
+        return lambda output, target: split_cross_entropy(output, target, group)
+    return lambda output, target: loss_fn(gather(output, group, dim), target)
