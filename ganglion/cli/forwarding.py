@@ -13,9 +13,11 @@ from types import FrameType
 import psutil
 import typer
 
+_STOPPING = "\nstopping after this step, with a checkpoint (again: at once)"
+
 
 @contextmanager
-def forwarded_signals() -> Iterator[list[int]]:
+def forwarded_signals(message: str = _STOPPING) -> Iterator[list[int]]:
     """Pass Ctrl-C and SIGTERM on to child processes; yield the list of what was received.
 
     Nothing is raised inside the handler, where other people's code might swallow it: a signal that
@@ -27,7 +29,7 @@ def forwarded_signals() -> Iterator[list[int]]:
         received.append(number)
         again = len(received) > 1
         if not again:
-            typer.echo("\nstopping after this step, with a checkpoint (again: at once)", err=True)
+            typer.echo(message, err=True)
         for child in psutil.Process().children():
             child.send_signal(signal.SIGKILL if again else signal.SIGINT)
 

@@ -55,11 +55,17 @@ class RankLogs(LogsSpecs):
 
 
 def run_processes(
-    folder: Path, num_processes: int, resume: bool, log_level: str, received: list[int]
+    folder: Path,
+    num_processes: int,
+    resume: bool,
+    log_level: str,
+    received: list[int],
+    *,
+    module: str = "ganglion.cli.worker",
 ) -> int:
     """Train in local processes; return 0, 1 after a failure, 128 + signal when interrupted."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    arguments = ["-m", "ganglion.cli.worker", str(folder), log_level, "resume" if resume else ""]
+    arguments = ["-m", module, str(folder), log_level, "resume" if resume else ""]
     logs = RankLogs(folder / LOGS, received)
     try:
         elastic_launch(launch_config(num_processes, logs), sys.executable)(*arguments)

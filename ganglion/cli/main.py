@@ -14,6 +14,7 @@ from ganglion.cli.overrides import split_overrides
 from ganglion.errors import GanglionError
 
 USAGE_ERROR = 2
+_TAKE_OVERRIDES = ("train", "verify")
 
 app = typer.Typer(
     name="ganglion",
@@ -90,6 +91,45 @@ def train(
         log_level=context.obj["log_level"],
     )
     raise typer.Exit(train_command(options))
+
+
+@app.command()
+def verify(
+    context: typer.Context,
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="Run file; without: quickstart.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Local processes; without: as many as the plan needs.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Use this plan.json instead of the [parallel] section.")
+    ] = None,
+    transport: Annotated[str | None, typer.Option(help="How ranks talk: auto, shm, torch.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to compare after.")] = 3,
+    tolerance: Annotated[
+        float,
+        typer.Option(min=1e-15, help="Largest difference, relative to a value (at least 0.01)."),
+    ] = 1e-6,
+) -> None:
+    """Check that a layout gives the weights of one process. Takes --section.key VALUE as train."""
+    from ganglion.cli.train import TrainOptions
+    from ganglion.cli.verify import VerifyOptions, verify_command
+
+    overrides = tuple(context.obj["overrides"])
+    if transport is not None:
+        overrides += (("parallel.transport", transport),)
+    layout = TrainOptions(
+        run_file=run_file,
+        nproc=nproc,
+        plan_file=plan,
+        print_config=False,
+        resume=False,
+        overrides=overrides,
+        log_level=context.obj["log_level"],
+    )
+    options = VerifyOptions(layout=layout, steps=steps, tolerance=tolerance)
+    raise typer.Exit(verify_command(options))
 
 
 @app.command()
@@ -240,8 +280,10 @@ def main() -> None:
     """Run the command line; errors made by the user end in one line and exit code 2."""
     try:
         arguments, overrides = split_overrides(sys.argv[1:])
-        if overrides and "train" not in arguments:
-            raise GanglionError(f"--{overrides[0][0]} is a run-file key: only `train` takes those")
+        if overrides and not any(command in arguments for command in _TAKE_OVERRIDES):
+            raise GanglionError(
+                f"--{overrides[0][0]} is a run-file key: only `train` and `verify` take those"
+            )
         app(args=arguments, obj={"overrides": overrides})
     except GanglionError as error:
         typer.echo(f"error: {error}", err=True)

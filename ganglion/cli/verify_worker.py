@@ -1,0 +1,75 @@
+"""One process of `ganglion verify`: trains as `ganglion train` does, but in fp64, and saves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ganglion.cli.cache import cache_folder
+from ganglion.cli.differences import Told
+from ganglion.cli.folder import read_folder
+from ganglion.cli.lifeline import end_with_parent
+from ganglion.cli.logs import log_to_file, log_to_screen
+from ganglion.cli.machine import usable_cores
+from ganglion.comm import World, open_world
+from ganglion.config import RunFile
+from ganglion.config.run_folder import CHECKPOINTS, LOGS
+from ganglion.models import loss_function, named_parameters
+from ganglion.plan import Plan
+from ganglion.topology import Launch, read_launch
+from ganglion.train.device import pick_device
+from ganglion.train.job import open_source, outline_blocks, parallelize_file
+
+logger = logging.getLogger("ganglion.cli.verify_worker")  # also when run as __main__
+
+DTYPE = torch.float64
+
+
+def train_in_double(folder: Path, launch: Launch) -> None:
+    """Train what a prepared run folder describes, and leave weights and numbers in it."""
+    file, plan = read_folder(folder)
+    log_to_file(folder / LOGS / f"rank{launch.rank}.log")
+    torch.set_num_threads(file.train.threads or max(1, usable_cores() // launch.local_num_ranks))
+    logger.info("rank %d of %d, plan %s", launch.rank, launch.num_ranks, plan)
+    world = open_world(
+        launch, plan.mesh(), timeout_s=file.train.timeout_s, transport=file.parallel.transport
+    )
+    told = _train(file, plan, world, launch, folder)
+    if launch.rank == 0:
+        told.write(folder)
+
+
+def _train(file: RunFile, plan: Plan, world: World, launch: Launch, folder: Path) -> Told:
+    source = open_source(file, cache_folder())
+    blocks, initial = outline_blocks(file, source.num_classes, source.input_shape)
+    blocks = {name: block.to(DTYPE) for name, block in blocks.items()}
+    names = list(named_parameters(blocks))
+    loss_fn, device = loss_function(file.model.loss), pick_device(launch.local_rank)
+    with parallelize_file(file, plan, world, device, blocks, initial, loss_fn, None) as run:
+        batches = ((_wide(x), _wide(y)) for x, y in run.batches(source.train))
+        results = list(run.steps(batches, until=file.train.stop_at))
+        run.save(folder / CHECKPOINTS, keep=1)
+    return Told([r.loss for r in results], [r.grad_norm for r in results], names)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(DTYPE) if tensor.is_floating_point() else tensor
+
+
+@record
+def main() -> None:
+    """Train as a process that `ganglion verify` started: FOLDER LOG_LEVEL."""
+    folder, level = sys.argv[1:3]
+    end_with_parent()
+    log_to_screen(level, sys.stdout)
+    train_in_double(Path(folder), read_launch(os.environ))
+
+
+if __name__ == "__main__":
+    main()
