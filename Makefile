@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all check format bench clean
+.PHONY: train test test-all check format bench bench-tensor clean
 
 train: $(VENV)/.installed
 	$(BIN)/ganglion train --nproc 2 $(ARGS)
@@ -26,6 +26,9 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/data_parallel.py $(ARGS)
+
+bench-tensor: $(VENV)/.installed
+	$(BIN)/python benchmarks/tensor.py $(ARGS)
 
 # torch comes first and pinned: a looser pin pulls gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt

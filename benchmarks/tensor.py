@@ -1,0 +1,297 @@
+"""Tensor parallelism: Ganglion's x and z axes against torch's DTensor and FSDP2, and its overlap.
+
+    python benchmarks/tensor.py [--part real|overlap|all] [--json] [--quick]
+                                [--rounds N] [--steps N]
+
+    real       a GPT on 2 processes with one thread each: tokens/s, more is better
+    overlap    layers that sleep, on 4 ranks under a slow link: seconds a step, less is better
+
+Rows of `real` are `ideal`, `x2`, `z2`, `z2_keep` and their peers `dtensor_tp`, `fsdp2`,
+`fsdp2_keep`; all but `ideal` must have the same losses in the first two steps, or nothing is told.
+Rows of `overlap` say how much of a step was compute and how much exposed communication, how far
+both fell from the row without overlap, and what the paper measured. Whatever the unit, a ratio
+above 1 means faster than `ratio_to`. `bars` says what was aimed at; a quick run does not decide
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import tensor_overlap
+import tensor_real
+from harness import Figures, Row, arguments, machine, measure_figures, spread
+from pipeline_real import step_seconds
+from rich.console import Console
+from rich.table import Table
+from tensor_overlap import NONE, WAYS, OverlapTask, Way
+from tensor_real import RealTask
+
+PARTS = ("real", "overlap")
+OURS = ("x2", "z2", "z2_keep")
+# What takes long to import.
+PRELOADED = (
+    "ganglion.train",
+    "rich.table",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
+
+
+@dataclass(frozen=True)
+class TensorRow(Row):
+    """A row with what is known beside its speed; fields of the other part are None."""
+
+    share_of_ideal: float | None = None
+    cpu_s: float | None = None
+    first_loss: float | None = None
+    second_loss: float | None = None
+    compute_s: float | None = None
+    exposed_s: float | None = None
+    exposed_fall: float | None = None
+    total_fall: float | None = None
+    paper_compute_s: float | None = None
+    paper_exposed_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a row must reach at least."""
+
+    row: str
+    measure: str
+    bar: float
+    measured: float
+    met: bool
+
+
+BARS: dict[tuple[str, str], float] = {
+    ("x2", "ratio"): 1.4,
+    ("z2", "ratio"): 1.4,
+    ("z2_keep", "ratio"): 1.05,
+    **{(name, "share_of_ideal"): 0.97 for name in OURS},
+    (WAYS[-1].name, "exposed_fall"): 0.44,
+    (WAYS[-1].name, "total_fall"): 0.18,
+}
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+def real_rows(task: RealTask, rounds: int) -> list[TensorRow]:
+    """Measure the real model: tokens a second."""
+    contestants = tensor_real.CONTESTANTS
+    # Building a contestant takes two steps, which warm it up.
+    figures = measure_figures(
+        contestants, (task,), rounds, warm_ups=0, preloaded=PRELOADED, title="real"
+    )
+    losses = tensor_real.compared_losses(figures)
+    rates = {
+        name: [task.tokens / step_seconds(turn) for turn in turns]
+        for name, turns in figures.items()
+    }
+    middle = {name: statistics.median(taken) for name, taken in rates.items()}
+    rows = []
+    for contestant in contestants:
+        name, to = contestant.name, contestant.ratio_to
+        value, low, high = spread(rates[name])
+        rows.append(
+            TensorRow(
+                *(name, value, "tokens/s", low, high),
+                ratio_to=to,
+                ratio=None if to is None else value / middle[to],
+                share_of_ideal=value / middle["ideal"],
+                cpu_s=statistics.median(sum(r["cpu_s"] for r in turn) for turn in figures[name]),
+                first_loss=losses[name][0],
+                second_loss=losses[name][1],
+            )
+        )
+    return rows
+
+
+def overlap_rows(task: OverlapTask, rounds: int) -> list[TensorRow]:
+    """Measure the layers that sleep: seconds a step."""
+    figures = measure_figures(
+        tensor_overlap.CONTESTANTS, (task,), rounds, preloaded=PRELOADED, title="overlap"
+    )
+    rows = [overlap_row(way, figures[way.name]) for way in WAYS]
+    first = rows[0]
+    return [first, *(fallen(row, first) for row in rows[1:])]
+
+
+def overlap_row(way: Way, turns: Sequence[Sequence[Figures]]) -> TensorRow:
+    value, low, high = spread([step_seconds(turn) for turn in turns])
+    compute_s = statistics.median(
+        statistics.mean(said["compute_s"] for said in turn) for turn in turns
+    )
+    return TensorRow(
+        *(way.name, value, "s", low, high, None, None),
+        compute_s=compute_s,
+        exposed_s=value - compute_s,
+        paper_compute_s=way.paper.compute_s,
+        paper_exposed_s=way.paper.exposed_s,
+    )
+
+
+def fallen(row: TensorRow, first: TensorRow) -> TensorRow:
+    """Add how far a row is below the one without overlap."""
+    assert row.exposed_s is not None and first.exposed_s is not None
+    return replace(
+        row,
+        ratio_to=NONE,
+        ratio=first.value / row.value,
+        exposed_fall=1 - row.exposed_s / first.exposed_s,
+        total_fall=1 - row.value / first.value,
+    )
+
+
+def make_bars(rows: Sequence[TensorRow]) -> list[Bar]:
+    """Compare the rows that were measured with what they must reach."""
+    known = {row.name: row for row in rows}
+    bars = []
+    for (name, measure), bar in BARS.items():
+        if name in known:
+            measured = float(getattr(known[name], measure))
+            bars.append(Bar(name, measure, bar, measured, measured >= bar))
+    return bars
+
+
+# --- telling -----------------------------------------------------------------------------------
+
+
+def print_tables(rows: Sequence[TensorRow], bars: Sequence[Bar], notes: Mapping[str, Any]) -> None:
+    """Print the rows of each part, the bars and how it was measured."""
+    console = Console(width=max(Console().width, 130))
+    real = [row for row in rows if row.compute_s is None]
+    slept = [row for row in rows if row.compute_s is not None]
+    if real:
+        console.print(real_table(real))
+    if slept:
+        console.print(overlap_table(slept))
+    table = _table("bars", "row", "measure", "bar", "measured", "met")
+    for bar in bars:
+        met = "yes" if bar.met else "NO"
+        table.add_row(bar.row, bar.measure, f">= {bar.bar:g}", f"{bar.measured:.3f}", met)
+    console.print(table)
+    console.print(", ".join(f"{key}: {value}" for key, value in notes.items()))
+
+
+def real_table(rows: Sequence[TensorRow]) -> Table:
+    table = _table(
+        "real: tokens/s", "name", "median", "quartiles", "ratio", "of ideal", "cpu s", "first loss"
+    )
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.value:.0f}",
+            f"{row.low:.0f} - {row.high:.0f}",
+            "" if row.ratio is None else f"{row.ratio:.3f} of {row.ratio_to}",
+            _number(row.share_of_ideal),
+            _number(row.cpu_s),
+            "" if row.first_loss is None else f"{row.first_loss:.6f}",
+        )
+    return table
+
+
+def overlap_table(rows: Sequence[TensorRow]) -> Table:
+    """Print ours and the paper's, each with its own seconds: the falls are what compares."""
+    columns = ("total", "compute", "exposed", "exposed falls", "total falls")
+    table = _table("overlap: s a step", "name", *columns, *(f"paper {c}" for c in columns))
+    first = rows[0]
+    for row in rows:
+        table.add_row(
+            row.name,
+            *(_number(s) for s in (row.value, row.compute_s, row.exposed_s)),
+            *(_percent(fall) for fall in (row.exposed_fall, row.total_fall)),
+            *_paper(row, first),
+        )
+    return table
+
+
+def _paper(row: TensorRow, first: TensorRow) -> list[str]:
+    compute_s, exposed_s = row.paper_compute_s or 0.0, row.paper_exposed_s or 0.0
+    first_compute_s, first_exposed_s = first.paper_compute_s or 0.0, first.paper_exposed_s or 0.0
+    falls = [
+        1 - exposed_s / first_exposed_s,
+        1 - (compute_s + exposed_s) / (first_compute_s + first_exposed_s),
+    ]
+    shown = [f"{compute_s + exposed_s:.2f}", f"{compute_s:.2f}", f"{exposed_s:.2f}"]
+    return shown + ["" if row is first else _percent(fall) for fall in falls]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        left = column in ("name", "row", "measure")
+        table.add_column(column, justify="left" if left else "right", no_wrap=left)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def notes_of(real: RealTask, overlap: OverlapTask, rounds: int, quick: bool) -> dict[str, Any]:
+    """Say how it was measured."""
+    model = real.model
+    return {
+        **machine(),
+        "model": f"GPT {model.layers} layers, hidden {model.hidden}, sequence {model.seq_len}, "
+        f"vocabulary {model.vocab_size}, {model.num_microbatches} microbatches of "
+        f"{tensor_real.NUM_RANKS * model.microbatch_size} sequences over both ranks, fp32, "
+        f"{real.steps} steps a turn" + (" (quick: a smaller model)" if quick else ""),
+        "overlap": f"x 2, z 2, {overlap.num_layers} layers of hidden {overlap.hidden}, "
+        f"{overlap.rows} rows a rank, compute {overlap.compute_s:g} s a step, links of "
+        f"{overlap.bytes_per_s / 1e6:.2f} MB/s, {overlap.steps} steps a turn",
+        "rounds": rounds,
+        "threads_a_process": 1,
+        "quick": quick,
+    }
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
+    parser.add_argument("--steps", type=int, help="steps that a turn times")
+
+
+def _tasks(options: argparse.Namespace) -> tuple[RealTask, OverlapTask]:
+    real = tensor_real.QUICK if options.quick else tensor_real.FULL
+    overlap = tensor_overlap.QUICK if options.quick else tensor_overlap.FULL
+    if options.steps is None:
+        return real, overlap
+    return replace(real, steps=options.steps), replace(overlap, steps=options.steps)
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0] if __doc__ else "", _add_options)
+    rounds = options.rounds or (3 if options.quick else 7)
+    real, overlap = _tasks(options)
+    rows: list[TensorRow] = []
+    if options.part in ("real", "all"):
+        rows += real_rows(real, rounds)
+    if options.part in ("overlap", "all"):
+        rows += overlap_rows(overlap, rounds)
+    bars, notes = make_bars(rows), notes_of(real, overlap, rounds, options.quick)
+    if options.json:
+        record = {
+            "machine": notes,
+            "rows": list(map(asdict, rows)),
+            "bars": list(map(asdict, bars)),
+        }
+        print(json.dumps(record, indent=2))
+    else:
+        print_tables(rows, bars, notes)
+
+
+if __name__ == "__main__":
+    main()
