@@ -88,7 +88,7 @@ def test_printed_config_can_be_used(tmp_path: Path) -> None:
         (["train", "--parallel.z", "3"], "data * z = 4 * 3 = 12: set train.global_batch_size = 24"),
         (
             ["train", "--parallel.x", "2", "--optimizer.name", "muon"],
-            "muon\" needs whole matrices, but parallel.x = 2",
+            'muon" needs whole matrices, but parallel.x = 2',
         ),
         (["train", "--parallel.pipe", "11"], "parallel.pipe = 11 makes 11 stages, but the model"),
         (["train", "--averaging.method", "sync_easgd"], "averaging.method = 'sync_easgd' is not"),
