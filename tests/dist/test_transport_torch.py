@@ -147,7 +147,7 @@ def open_and_close(world: World) -> tuple[int, int]:
 def test_transports_leak_no_thread_and_no_file(ranks: Ranks) -> None:
     for files, threads in ranks.run(2, open_and_close):
         assert files <= 0
-        assert threads == 0
+        assert threads <= 0  # one of an earlier test may end meanwhile
 
 
 def die_or_survive(world: World, moment: str) -> None:
