@@ -25,21 +25,20 @@ quick run does not decide them.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pipeline_real
 import pipeline_virtual
+from bars import make_bars, make_table, shown, tell
 from harness import Figures, Row, arguments, machine, measure_figures, spread
 from pipeline_real import RealTask, step_seconds
 from pipeline_virtual import DELAY_S, JITTER, Entry, VirtualTask, theoretical_s
-from rich.console import Console
 from rich.table import Table
 
 PARTS = ("real", "virtual", "jitter")
@@ -70,17 +69,6 @@ class PipelineRow(Row):
     lost_ms: float | None = None
     cap: int | None = None
     peak_live: int | None = None
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a row must reach: at least the bar, or at most where less is better."""
-
-    row: str
-    measure: str
-    bar: float
-    measured: float
-    met: bool
 
 
 AT_MOST = ("over_theory", "cost_ms")
@@ -198,43 +186,18 @@ def _median(figures: Sequence[Sequence[Figures]], name: str) -> float:
     return statistics.median(said[name] for turn in figures for said in turn)
 
 
-def make_bars(rows: Sequence[PipelineRow]) -> list[Bar]:
-    """Compare the rows that were measured with what they must reach."""
-    known = {row.name: row for row in rows}
-    bars = []
-    for (name, measure), bar in BARS.items():
-        if name in known:
-            measured = float(getattr(known[name], measure))
-            met = measured <= bar if measure in AT_MOST else measured >= bar
-            bars.append(Bar(name, measure, bar, measured, met))
-    return bars
-
-
 # --- telling -----------------------------------------------------------------------------------
 
 
-def print_tables(
-    rows: Sequence[PipelineRow], bars: Sequence[Bar], notes: Mapping[str, Any]
-) -> None:
-    """Print the rows of each kind, the bars and how it was measured."""
-    console = Console(width=max(Console().width, 130))
+def tables_of(rows: Sequence[PipelineRow]) -> list[Table]:
+    """Return one table for each kind of rows."""
     real = [row for row in rows if row.theoretical_s is None]
     virtual = [row for row in rows if row.theoretical_s is not None]
-    if real:
-        console.print(real_table(real))
-    if virtual:
-        console.print(virtual_table(virtual))
-    table = _table("bars", "row", "measure", "bar", "measured", "met")
-    for bar in bars:
-        sign = "<=" if bar.measure in AT_MOST else ">="
-        met = "yes" if bar.met else "NO"
-        table.add_row(bar.row, bar.measure, f"{sign} {bar.bar:g}", f"{bar.measured:.3f}", met)
-    console.print(table)
-    console.print(", ".join(f"{key}: {value}" for key, value in notes.items()))
+    return [make(found) for make, found in ((real_table, real), (virtual_table, virtual)) if found]
 
 
 def real_table(rows: Sequence[PipelineRow]) -> Table:
-    table = _table(
+    table = make_table(
         "real: tokens/s", "name", "median", "quartiles", "ratio", "of ideal", "of peer", "cpu s"
     )
     for row in rows:
@@ -242,44 +205,32 @@ def real_table(rows: Sequence[PipelineRow]) -> Table:
             row.name,
             f"{row.value:.0f}",
             f"{row.low:.0f} - {row.high:.0f}",
-            _ratio(row.ratio, row.ratio_to),
-            _ratio(row.share_of_ideal, ""),
-            _ratio(row.ratio_to_peer, row.peer),
-            _ratio(row.cpu_s, ""),
+            shown(row.ratio, row.ratio_to),
+            shown(row.share_of_ideal),
+            shown(row.ratio_to_peer, row.peer),
+            shown(row.cpu_s),
         )
     return table
 
 
 def virtual_table(rows: Sequence[PipelineRow]) -> Table:
     columns = ("name", "ms a step", "quartiles", "theory", "over it", "bare", "cost_ms", "lost_ms")
-    table = _table("stages that sleep", *columns, "cap", "peak live", "ratio")
+    table = make_table("stages that sleep", *columns, "cap", "peak live", "ratio")
     for row in rows:
         table.add_row(
             row.name,
             f"{1e3 * row.value:.1f}",
             f"{1e3 * row.low:.1f} - {1e3 * row.high:.1f}",
             f"{1e3 * (row.theoretical_s or 0):.1f}",
-            _ratio(row.over_theory, ""),
-            _ratio(row.bare_over_theory, ""),
-            _ratio(row.cost_ms, ""),
-            _ratio(row.lost_ms, ""),
+            shown(row.over_theory),
+            shown(row.bare_over_theory),
+            shown(row.cost_ms),
+            shown(row.lost_ms),
             str(row.cap),
             str(row.peak_live),
             "" if row.ratio is None else f"{row.ratio:.3f}",
         )
     return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for column in columns:
-        left = column in ("name", "row", "measure")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    return table
-
-
-def _ratio(ratio: float | None, to: str | None) -> str:
-    return "" if ratio is None else f"{ratio:.3f}" + (f" of {to}" if to else "")
 
 
 def notes_of(real: RealTask, virtual: VirtualTask, rounds: int, quick: bool) -> dict[str, Any]:
@@ -326,16 +277,8 @@ def main() -> None:
             rows += real_rows(real, rounds)
         else:
             rows += virtual_rows(part, virtual, options.ranks, rounds)
-    bars, notes = make_bars(rows), notes_of(real, virtual, rounds, options.quick)
-    if options.json:
-        record = {
-            "machine": notes,
-            "rows": list(map(asdict, rows)),
-            "bars": list(map(asdict, bars)),
-        }
-        print(json.dumps(record, indent=2))
-    else:
-        print_tables(rows, bars, notes)
+    bars, notes = make_bars(rows, BARS, AT_MOST), notes_of(real, virtual, rounds, options.quick)
+    tell(rows, bars, notes, tables_of(rows), as_json=options.json, at_most=AT_MOST)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,16 @@ them.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensor_overlap
 import tensor_real
+from bars import make_bars, make_table, shown, tell
 from harness import Figures, Row, arguments, machine, measure_figures, spread
 from pipeline_real import step_seconds
-from rich.console import Console
 from rich.table import Table
 from tensor_overlap import NONE, WAYS, OverlapTask, Way
 from tensor_real import RealTask
@@ -58,17 +57,6 @@ class TensorRow(Row):
     total_fall: float | None = None
     paper_compute_s: float | None = None
     paper_exposed_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a row must reach at least."""
-
-    row: str
-    measure: str
-    bar: float
-    measured: float
-    met: bool
 
 
 BARS: dict[tuple[str, str], float] = {
@@ -151,39 +139,18 @@ def fallen(row: TensorRow, first: TensorRow) -> TensorRow:
     )
 
 
-def make_bars(rows: Sequence[TensorRow]) -> list[Bar]:
-    """Compare the rows that were measured with what they must reach."""
-    known = {row.name: row for row in rows}
-    bars = []
-    for (name, measure), bar in BARS.items():
-        if name in known:
-            measured = float(getattr(known[name], measure))
-            bars.append(Bar(name, measure, bar, measured, measured >= bar))
-    return bars
-
-
 # --- telling -----------------------------------------------------------------------------------
 
 
-def print_tables(rows: Sequence[TensorRow], bars: Sequence[Bar], notes: Mapping[str, Any]) -> None:
-    """Print the rows of each part, the bars and how it was measured."""
-    console = Console(width=max(Console().width, 130))
+def tables_of(rows: Sequence[TensorRow]) -> list[Table]:
+    """Return one table for each part."""
     real = [row for row in rows if row.compute_s is None]
     slept = [row for row in rows if row.compute_s is not None]
-    if real:
-        console.print(real_table(real))
-    if slept:
-        console.print(overlap_table(slept))
-    table = _table("bars", "row", "measure", "bar", "measured", "met")
-    for bar in bars:
-        met = "yes" if bar.met else "NO"
-        table.add_row(bar.row, bar.measure, f">= {bar.bar:g}", f"{bar.measured:.3f}", met)
-    console.print(table)
-    console.print(", ".join(f"{key}: {value}" for key, value in notes.items()))
+    return [make(found) for make, found in ((real_table, real), (overlap_table, slept)) if found]
 
 
 def real_table(rows: Sequence[TensorRow]) -> Table:
-    table = _table(
+    table = make_table(
         "real: tokens/s", "name", "median", "quartiles", "ratio", "of ideal", "cpu s", "first loss"
     )
     for row in rows:
@@ -191,9 +158,9 @@ def real_table(rows: Sequence[TensorRow]) -> Table:
             row.name,
             f"{row.value:.0f}",
             f"{row.low:.0f} - {row.high:.0f}",
-            "" if row.ratio is None else f"{row.ratio:.3f} of {row.ratio_to}",
-            _number(row.share_of_ideal),
-            _number(row.cpu_s),
+            shown(row.ratio, row.ratio_to),
+            shown(row.share_of_ideal),
+            shown(row.cpu_s),
             "" if row.first_loss is None else f"{row.first_loss:.6f}",
         )
     return table
@@ -202,12 +169,12 @@ def real_table(rows: Sequence[TensorRow]) -> Table:
 def overlap_table(rows: Sequence[TensorRow]) -> Table:
     """Print ours and the paper's, each with its own seconds: the falls are what compares."""
     columns = ("total", "compute", "exposed", "exposed falls", "total falls")
-    table = _table("overlap: s a step", "name", *columns, *(f"paper {c}" for c in columns))
+    table = make_table("overlap: s a step", "name", *columns, *(f"paper {c}" for c in columns))
     first = rows[0]
     for row in rows:
         table.add_row(
             row.name,
-            *(_number(s) for s in (row.value, row.compute_s, row.exposed_s)),
+            *(shown(s) for s in (row.value, row.compute_s, row.exposed_s)),
             *(_percent(fall) for fall in (row.exposed_fall, row.total_fall)),
             *_paper(row, first),
         )
@@ -223,18 +190,6 @@ def _paper(row: TensorRow, first: TensorRow) -> list[str]:
     ]
     shown = [f"{compute_s + exposed_s:.2f}", f"{compute_s:.2f}", f"{exposed_s:.2f}"]
     return shown + ["" if row is first else _percent(fall) for fall in falls]
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    for column in columns:
-        left = column in ("name", "row", "measure")
-        table.add_column(column, justify="left" if left else "right", no_wrap=left)
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def _percent(value: float | None) -> str:
@@ -281,16 +236,8 @@ def main() -> None:
         rows += real_rows(real, rounds)
     if options.part in ("overlap", "all"):
         rows += overlap_rows(overlap, rounds)
-    bars, notes = make_bars(rows), notes_of(real, overlap, rounds, options.quick)
-    if options.json:
-        record = {
-            "machine": notes,
-            "rows": list(map(asdict, rows)),
-            "bars": list(map(asdict, bars)),
-        }
-        print(json.dumps(record, indent=2))
-    else:
-        print_tables(rows, bars, notes)
+    bars, notes = make_bars(rows, BARS), notes_of(real, overlap, rounds, options.quick)
+    tell(rows, bars, notes, tables_of(rows), as_json=options.json)
 
 
 if __name__ == "__main__":
