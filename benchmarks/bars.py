@@ -75,7 +75,7 @@ def make_table(title: str, *columns: str) -> Table:
     table = Table(title=title)
     for column in columns:
         left = column in ("name", "row", "measure")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+        table.add_column(column, justify="left" if left else "right", no_wrap=left)
     return table
 
 
