@@ -26,6 +26,17 @@ app = typer.Typer(
 )
 
 
+RunFileArgument = Annotated[
+    Path | None, typer.Argument(metavar="[RUN.toml]", help="Run file; without: quickstart.")
+]
+NprocOption = Annotated[
+    int | None, typer.Option(min=1, help="Local processes; without: as many as the plan needs.")
+]
+PlanOption = Annotated[
+    Path | None, typer.Option(help="Use this plan.json instead of the [parallel] section.")
+]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"ganglion {ganglion.__version__}")
@@ -53,18 +64,18 @@ def shared_options(
     context.ensure_object(dict)["log_level"] = log_level
 
 
+def _overrides(context: typer.Context, transport: str | None) -> tuple[tuple[str, str], ...]:
+    """Return the keys that were set on the command line, `--transport` being one of them."""
+    given = tuple(context.obj["overrides"])
+    return given if transport is None else (*given, ("parallel.transport", transport))
+
+
 @app.command()
 def train(
     context: typer.Context,
-    run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="Run file; without: quickstart.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Local processes; without: as many as the plan needs.")
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="Use this plan.json instead of the [parallel] section.")
-    ] = None,
+    run_file: RunFileArgument = None,
+    nproc: NprocOption = None,
+    plan: PlanOption = None,
     transport: Annotated[
         str | None, typer.Option(help="How ranks talk: auto, shm, torch or mpi.")
     ] = None,
@@ -78,16 +89,13 @@ def train(
     """Train a model. Any key of the run file can be set as --section.key VALUE."""
     from ganglion.cli.train import TrainOptions, train_command
 
-    overrides = tuple(context.obj["overrides"])
-    if transport is not None:
-        overrides += (("parallel.transport", transport),)
     options = TrainOptions(
         run_file=run_file,
         nproc=nproc,
         plan_file=plan,
         print_config=print_config,
         resume=resume,
-        overrides=overrides,
+        overrides=_overrides(context, transport),
         log_level=context.obj["log_level"],
     )
     raise typer.Exit(train_command(options))
@@ -96,15 +104,9 @@ def train(
 @app.command()
 def verify(
     context: typer.Context,
-    run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="Run file; without: quickstart.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Local processes; without: as many as the plan needs.")
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="Use this plan.json instead of the [parallel] section.")
-    ] = None,
+    run_file: RunFileArgument = None,
+    nproc: NprocOption = None,
+    plan: PlanOption = None,
     transport: Annotated[str | None, typer.Option(help="How ranks talk: auto, shm, torch.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare after.")] = 3,
     tolerance: Annotated[
@@ -116,16 +118,11 @@ def verify(
     from ganglion.cli.train import TrainOptions
     from ganglion.cli.verify import VerifyOptions, verify_command
 
-    overrides = tuple(context.obj["overrides"])
-    if transport is not None:
-        overrides += (("parallel.transport", transport),)
     layout = TrainOptions(
         run_file=run_file,
         nproc=nproc,
         plan_file=plan,
-        print_config=False,
-        resume=False,
-        overrides=overrides,
+        overrides=_overrides(context, transport),
         log_level=context.obj["log_level"],
     )
     options = VerifyOptions(layout=layout, steps=steps, tolerance=tolerance)

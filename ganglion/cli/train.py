@@ -48,8 +48,8 @@ class TrainOptions:
     run_file: Path | None
     nproc: int | None
     plan_file: Path | None
-    print_config: bool
-    resume: bool
+    print_config: bool = False
+    resume: bool = False
     overrides: tuple[tuple[str, str], ...]
     log_level: str
 
