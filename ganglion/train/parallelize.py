@@ -71,31 +71,20 @@ def parallelize(
 ) -> Run:
     """Return a run that trains `blocks`, in order, under `plan`.
 
-    Call it on every process, alone or under torchrun or srun. `loss_fn(output, target)` returns
-    the mean loss of a microbatch. `optimizer_factory` gets (name, parameter) pairs after the model
-    has been placed. The learning rate of update `step` is the optimizer's own times
-    `lr_factor(step)`. `error_feedback` corrects updates from late gradients (schedule two_bw).
-    Without a `world`, the other processes are met through the launcher's
-    environment. With a `sample`, the inputs and targets of one microbatch, the blocks are measured
-    and the stages of a pipeline cut so that each takes equally long; without, by their weights.
-    `schedules` knows the plan's schedule by name, or else the plan refers to it as
-    "package.module:name". With tensor axes, the layers of known models are split as such; `cuts`
-    tell how to split others, whose linear layers else take and return whole activations. `tensor`
-    switches their overlaps. Blocks on the meta device, which have no memory, need their `initial`
-    weights: every rank then makes its own piece of them and nothing more. Other blocks begin with
-    the weights of rank 0.
+    Call it on every process, alone or under torchrun or srun; without a `world`, the others are met
+    through the launcher's environment. `loss_fn(output, target)` returns the mean loss of a
+    microbatch. `optimizer_factory` gets (name, parameter) pairs of the placed model; the rate of
+    update `step` is the optimizer's own times `lr_factor(step)`. `error_feedback` corrects updates
+    from late gradients (schedule two_bw). `schedules` knows the plan's schedule by name. With a
+    `sample`, one microbatch, the stages of a pipeline are cut by measured times; without, by their
+    weights. With tensor axes, known models are split as such; `cuts` tell how to split others,
+    whose linear layers else take and return whole activations; `tensor` switches overlaps. Meta
+    blocks need `initial` weights: every rank makes its own piece; others begin as on rank 0.
     """
-    plan.require_built()
-    plan = dataclasses.replace(plan, schedule=schedules.canonical(plan.schedule))
-    check_planned(plan, schedules)
-    check_error_feedback(error_feedback, plan, schedules)
+    plan = _checked(plan, schedules, error_feedback)
     launch = read_launch(os.environ)
     world = open_world(launch, plan.mesh(), timeout_s=timeout_s) if world is None else world
     device = pick_device(launch.local_rank) if device is None else device
-    recorder = Recorder(world.rank, enabled=False) if recorder is None else recorder
-    world.record_in(recorder)
-    keep_freed_memory()
-    first_microbatch = share_index(world.coordinates, world.mesh) * plan.num_microbatches
     request = RunRequest(
         blocks=_placed(named_blocks(blocks), device, initial),
         loss_fn=loss_fn,
@@ -104,8 +93,8 @@ def parallelize(
         schedules=schedules,
         world=world,
         device=device,
-        recorder=recorder,
-        stream=RandomStream(seed, first_microbatch),
+        recorder=_recorder(world, recorder),
+        stream=_stream(seed, world, plan),
         autocast=lambda: autocast(plan.precision, device),
         bucket_bytes=int(bucket_mib * MIB),
         max_grad_norm=max_grad_norm,
@@ -114,16 +103,37 @@ def parallelize(
         sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
         initial=_agreed(initial, world),
     )
-    if initial is None:
-        _same_start(request)
+    _same_start(request)
     request, splitting = split_request(request, cuts, tensor or TensorSettings())
     return _build(request, splitting, lr_factor, overlap, seed)
+
+
+def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
+    """Return the plan with its schedule's own name; refuse what cannot run."""
+    plan.require_built()
+    plan = dataclasses.replace(plan, schedule=schedules.canonical(plan.schedule))
+    check_planned(plan, schedules)
+    check_error_feedback(error_feedback, plan, schedules)
+    return plan
+
+
+def _recorder(world: World, recorder: Recorder | None) -> Recorder:
+    """Return where the run is recorded: nowhere, unless a recorder is given."""
+    recorder = Recorder(world.rank, enabled=False) if recorder is None else recorder
+    world.record_in(recorder)
+    return recorder
+
+
+def _stream(seed: int, world: World, plan: Plan) -> RandomStream:
+    """Return the random numbers of this rank's microbatches, counted over the global batch."""
+    return RandomStream(seed, share_index(world.coordinates, world.mesh) * plan.num_microbatches)
 
 
 def _build(
     request: RunRequest, splitting: Splitting, lr_factor: LrFactor, overlap: bool, seed: int
 ) -> Run:
     """Join the parts that the plan calls for."""
+    keep_freed_memory()
     plan, rate = request.plan, RateSetter(lr_factor)
     # One stage that flushes is plain training; one that does not has a delay of its own.
     whole = plan.pipe == 1 and planned_schedule(plan, 0, request.schedules).flushes
@@ -210,7 +220,9 @@ def _agreed(initial: InitialWeights | None, world: World) -> InitialWeights | No
 
 
 def _same_start(request: RunRequest) -> None:
-    """Give every replica the weights of the first one, however each was initialised."""
+    """Give every rank the weights of the first, unless each makes its own piece of them."""
+    if request.initial is not None:
+        return
     tensors = {**named_parameters(request.blocks), **named_buffers(request.blocks)}
     for tensor in tensors.values():
         for axis in AXES:
