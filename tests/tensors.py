@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -24,40 +24,22 @@ from ganglion.train.replica import autocast
 from tests.serial import TOLERANCE, Batch, History, LossFn, assert_same_by_name, copies
 
 # Every width divides by 8, so that any factorization of 8 ranks fits.
+_GPT = GPTShape(
+    vocab_size=64,
+    seq_len=8,
+    num_layers=1,
+    hidden=32,
+    num_heads=8,
+    num_kv_heads=8,
+    head_size=4,
+    mlp_hidden=64,
+    bias=True,
+)
 WIDE: dict[str, ModelShape] = {
-    "wide_gpt": GPTShape(
-        vocab_size=64,
-        seq_len=8,
-        num_layers=1,
-        hidden=32,
-        num_heads=8,
-        num_kv_heads=8,
-        head_size=4,
-        mlp_hidden=64,
-        bias=True,
-    ),
-    "wide_gpt3": GPTShape(
-        vocab_size=64,
-        seq_len=8,
-        num_layers=3,
-        hidden=32,
-        num_heads=16,
-        num_kv_heads=8,
-        head_size=2,
-        mlp_hidden=64,
-        bias=False,
-    ),
-    "wide_tied": GPTShape(
-        vocab_size=64,
-        seq_len=8,
-        num_layers=1,
-        hidden=64,
-        num_heads=8,
-        num_kv_heads=8,
-        head_size=8,
-        mlp_hidden=64,
-        tied_embedding=True,
-        positions="learned",
+    "wide_gpt": _GPT,
+    "wide_gpt3": replace(_GPT, num_layers=3, num_heads=16, head_size=2, bias=False),
+    "wide_tied": replace(
+        _GPT, hidden=64, head_size=8, bias=False, tied_embedding=True, positions="learned"
     ),
     "wide_mlp": MLPShape(num_inputs=12, num_outputs=64, num_layers=3, hidden=64),
     "wide_conv": ConvShape(image_size=28, num_channels=1, num_outputs=8),

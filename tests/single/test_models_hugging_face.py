@@ -26,6 +26,7 @@ from ganglion.models.hugging_face import (
 )
 from ganglion.train.peak import count_flops
 from tests.command import environment
+from tests.hugging_face import Logits
 from tests.serial import assert_same_by_name, copies, train_serially
 
 transformers = pytest.importorskip(
@@ -102,18 +103,6 @@ def reference(model: Any, ids: Tensor, targets: Tensor) -> tuple[Tensor, dict[st
     found = gradients(model)
     model.zero_grad()
     return logits.detach(), found
-
-
-class Logits(nn.Module):
-    """A Hugging Face model that returns nothing but its logits."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.inner(ids, use_cache=False).logits
-        return logits
 
 
 @both_families

@@ -21,6 +21,7 @@ from ganglion.models import cross_entropy, named_parameters
 from ganglion.models.hugging_face import hugging_face_blocks, hugging_face_names
 from ganglion.models.hugging_face_cuts import cuts_of
 from ganglion.train import random_stream
+from tests.hugging_face import Logits
 from tests.serial import TOLERANCE, Batch, History, assert_same_by_name, copies, train_serially
 from tests.tensors import Held, factorizations, whole
 from tests.training import OPTIMIZERS, share_of
@@ -110,18 +111,6 @@ def make_batches() -> list[Batch]:
     shape = (NUM_STEPS, BATCH_SIZE, SEQ_LEN + 1)
     ids = torch.randint(VOCAB_SIZE, shape, generator=generator)
     return [(step[:, :-1].contiguous(), step[:, 1:].contiguous()) for step in ids]
-
-
-class Logits(nn.Module):
-    """A Hugging Face model that returns nothing but its logits."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.inner(ids, use_cache=False).logits
-        return logits
 
 
 def train(world: World, plan: Plan, case: Case) -> Held:
