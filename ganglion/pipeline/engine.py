@@ -26,8 +26,8 @@ from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.pipeline.agreement import ORDER_KIND, Agreement
 from ganglion.pipeline.alarm import ERROR_KIND, LISTEN_S, Alarm, told_error
 from ganglion.pipeline.ledger import Ledger
-from ganglion.pipeline.naming import named, note_action
-from ganglion.pipeline.patience import Patience
+from ganglion.pipeline.naming import naming, note_action
+from ganglion.pipeline.patience import Patience, gets_done
 from ganglion.pipeline.predictions import PREDICT_KIND, Predictions
 from ganglion.pipeline.worker import Predict, Worker
 from ganglion.schedules import Follower, ForwardOnly, RankSchedule
@@ -114,18 +114,14 @@ class Engine:
         What other ranks report comes by itself; later batches go on meanwhile.
         """
         with self.telling():
-            while self.num_updated < num_updated or not is_reported():
+            while self.num_updated < num_updated:
                 self._look()
-                is_updated = self.num_updated >= num_updated
-                # What enters after the report may come too late for its turn: do not go past it.
-                may_start = self._schedule.versions_by_batch or not is_updated
-                if may_start and self._start_all():
-                    continue
-                if not is_updated:
+                if not self._start_all():
                     self._wait()
-                else:
-                    self._patience.check(f"the numbers of step {num_updated - 1} of all ranks")
-                    self._nap()
+            # What enters after the report may come too late for its turn: do not go past it.
+            may_start = self._schedule.versions_by_batch
+            awaiting = f"the numbers of step {num_updated - 1} of all ranks"
+            self._idle_until(is_reported, awaiting, may_start=may_start)
 
     def run_forwards(self, microbatches: range, predict: Predict) -> None:
         """Take microbatches through all stages, forward only: evaluation and generation.
@@ -150,10 +146,7 @@ class Engine:
         """Return when something that runs by itself is done; meanwhile alarms are heard."""
         with self.telling():
             self._patience.reset()
-            while not is_done():
-                self._look()
-                self._patience.check(awaiting)
-                self._nap()
+            self._idle_until(is_done, awaiting)
 
     def close(self) -> None:
         """Close the transports."""
@@ -210,16 +203,12 @@ class Engine:
         if self._agreement is not None and self._agreement.leads:
             self._agreement.announce(action)
         start_s = self._recorder.clock()
-        try:
+        with naming(action, self._rank_at(action.stage)):
             if action.kind == REDUCE:
                 self._worker.start_reduce(action)
                 self._reducing.append(action)
                 return
             version = self._do(action)
-        except CommError:
-            raise
-        except Exception as error:
-            raise named(error, action, self._rank_at(action.stage)) from error
         if self._recorder.enabled:
             self._record(action, start_s, version)
         self._schedule.on_finish(action)
@@ -244,12 +233,8 @@ class Engine:
 
     def _predict(self, action: Action, predict: Predict) -> None:
         self._patience.reset()
-        try:
+        with naming(action, self._rank_at(action.stage)):
             output = predict(action, self._predictions.pop(action))
-        except CommError:
-            raise
-        except Exception as error:
-            raise named(error, action, self._rank_at(action.stage)) from error
         if output is not None:
             self._post(PREDICT_KIND, action.stage + 1, output, step=-1, microbatch=action.index)
 
@@ -312,6 +297,23 @@ class Engine:
             return
         self._await(self._ledger.awaited())
 
+    def _idle_until(
+        self, is_done: Callable[[], bool], awaiting: str, *, may_start: bool = False
+    ) -> None:
+        """Return when all ranks have put in what they exchange; with `may_start`, go on meanwhile.
+
+        A rank that has everything may end before this one has looked: its end is no loss then.
+        """
+        while not is_done():
+            try:
+                self._look()
+                if not (may_start and self._start_all()):
+                    self._patience.check(awaiting)
+                    self._nap()
+            except PeerLost:
+                if not gets_done(is_done):
+                    raise
+
     def _await(self, awaiting: str) -> None:
         """Wait for a message, and take it."""
         if self._transport is None:
@@ -352,13 +354,9 @@ class Engine:
 
     def _end_reductions(self) -> None:
         for action in list(self._reducing):
-            try:
+            with naming(action, self._rank_at(action.stage)):
                 if not self._worker.is_reduced(action):
                     continue
-            except CommError:
-                raise
-            except Exception as error:
-                raise named(error, action, self._rank_at(action.stage)) from error
             self._patience.reset()
             self._reducing.remove(action)
             self._schedule.on_finish(action)

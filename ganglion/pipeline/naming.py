@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ganglion.errors import GanglionError, PipelineError
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ganglion.errors import CommError, GanglionError, PipelineError
 from ganglion.schedules.action import BACKWARD, COMPUTE, FORWARD, REDUCE, UPDATE, WEIGHT, Action
 from ganglion.trace import COMPUTE as COMPUTE_LANE
 from ganglion.trace import HOST, Recorder
@@ -14,6 +17,17 @@ ACTION_NAMES = {
     REDUCE: "reduce",
     UPDATE: "update",
 }
+
+
+@contextmanager
+def naming(action: Action, rank: int) -> Iterator[None]:
+    """Let errors inside say which action failed; ranks that cannot talk name themselves."""
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception as error:
+        raise named(error, action, rank) from error
 
 
 def named(error: Exception, action: Action, rank: int) -> GanglionError:

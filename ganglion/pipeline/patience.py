@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from ganglion.errors import PeerLost
 
+_MOMENT_S = 1.0
+_LOOK_S = 0.001
+
 
 class Patience:
     """Counts from the first look that found nothing; whatever happens begins it anew."""
@@ -34,3 +37,11 @@ class Patience:
         if left_s <= 0:
             raise self._lost(awaiting)
         return left_s
+
+
+def gets_done(is_done: Callable[[], bool]) -> bool:
+    """Say whether something gets done within a moment."""
+    end_s = time.monotonic() + _MOMENT_S
+    while not (done := is_done()) and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+    return done

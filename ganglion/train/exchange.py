@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ganglion.comm import Handle, World
@@ -34,6 +33,8 @@ class Exchange:
         `own_numbers` gives (asked to stop, bytes of memory).
         """
         self._world = world
+        # Made now: ranks meet to make a group, and in a pipeline they are never at the same place.
+        world.everyone()
         self._own_numbers = own_numbers
         self._tables: dict[int, _Table] = {}
         # Replicas hold the same gradients after reduction: one of them counts.
@@ -47,10 +48,8 @@ class Exchange:
 
     def start(self, step: int, loss: float, square_norm: float) -> None:
         """Put this rank's numbers of a step in."""
-        mine = torch.tensor([loss, square_norm, *self._own_numbers()], dtype=torch.float64)
-        rows = torch.empty(self._world.num_ranks * len(mine), dtype=torch.float64)
-        handle = self._world.everyone().all_gather(rows, mine)
-        self._tables[step] = _Table(handle, rows.view(self._world.num_ranks, len(mine)))
+        handle, rows = self._world.start_gather([loss, square_norm, *self._own_numbers()])
+        self._tables[step] = _Table(handle, rows)
 
     def is_done(self, step: int) -> bool:
         """Say whether everybody's numbers are there, without waiting."""
