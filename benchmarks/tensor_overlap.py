@@ -220,9 +220,8 @@ class Stack:
             x = multiply(x[:, : layer.weight.parameter.shape[1]], layer)
         return x
 
-    def forget_gradients(self) -> None:
-        for layer in self._layers:
-            layer.weight.parameter.grad = None
+    def parameters(self) -> list[Tensor]:
+        return [layer.weight.parameter for layer in self._layers]
 
 
 def _layer(matmul: Matmul, product: SleepingProduct, grid: Grid, weights: Weights) -> Layer:
@@ -259,9 +258,10 @@ def _steps(stack: Stack, weights: Weights, x: Tensor) -> Iterator[None]:
     while True:
         output = stack.forward(x)
         output.backward(torch.ones_like(output))
-        weights.finish_gradients()
+        weights.finish_gradients(stack.parameters())
         weights.on_change()
-        stack.forget_gradients()
+        for parameter in stack.parameters():
+            parameter.grad = None
         yield
 
 

@@ -109,7 +109,9 @@ def share_of(batch: Batch, world: World, plan: Plan) -> Batch:
     return batch[0][part], batch[1][part]
 
 
-def make_run(world: World, plan: Plan, case: Case, seed: int = 1) -> Run:
+def make_run(
+    world: World, plan: Plan, case: Case, seed: int = 1, recorder: Recorder | None = None
+) -> Run:
     return parallelize(
         make_model(case, seed),
         cross_entropy,
@@ -121,6 +123,7 @@ def make_run(world: World, plan: Plan, case: Case, seed: int = 1) -> Run:
         overlap=case.overlap,
         bucket_mib=case.bucket_mib,
         tensor=case.tensor,
+        recorder=recorder,
     )
 
 

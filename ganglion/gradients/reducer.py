@@ -49,8 +49,8 @@ class GradientReducer:
     ) -> None:
         """Give each parameter a gradient inside a bucket of at most `bucket_bytes`.
 
-        `reach` says over which ranks to sum: the same for all, or by the names. Who has `late`
-        gradients finishes them before `finish`; a bucket that starts earlier waits for its own.
+        `reach` says over which ranks to sum: the same for all, or by the names. A bucket waits for
+        those of its gradients that are `late`.
         """
         self._late = late
         self._buckets = GradientBuckets(parameters, reach, recorder, bucket_bytes=bucket_bytes)
@@ -88,6 +88,11 @@ class GradientReducer:
         """Return when every bucket holds the sum over the group."""
         self._armed = False
         # Parameters that took no part leave their buckets incomplete: they hold zeros, reduce too.
+        if self._late is not None:
+            for parameter in self._buckets.parameters:
+                self._late.begin(parameter)
+        while len(self._started) < len(self._buckets.layout):
+            self._start_next()
         self._buckets.start(0, step)
         self._buckets.wait(0)
 

@@ -35,8 +35,8 @@ from ganglion.topology import (
 class TensorParallel:
     """Split blocks, and what their owner must call.
 
-    `weights.finish_gradients()` after the backwards of a step, `weights.on_change()` whenever other
-    weights are in place.
+    `weights.finish_gradients(parameters)` after the backwards of a step, `weights.on_change()`
+    whenever other weights are in place.
     """
 
     blocks: dict[str, nn.Module]

@@ -221,7 +221,7 @@ def _check_norm(name: str, module: nn.Module, cut: NormCut) -> None:
 
 def _epsilon(module: nn.Module) -> float | None:
     """Return the epsilon of an RMS norm: torch's may have none, Llama's has another name."""
-    found = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return None if found is None else float(found)
 
 

@@ -9,6 +9,7 @@ gradients run on until `finish_gradients`. Both are the same arithmetic as with 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +61,12 @@ class Weights:
         if id(parameter) in self._stored:
             self._stored[id(parameter)].finish_sum()
 
-    def finish_gradients(self) -> None:
-        """Return when every gradient is in its parameter."""
-        for weight in self._numbered:
+    def finish_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Return when the gradients of these are in place, and no others: those may grow still."""
+        known = [self._stored[id(p)] for p in parameters if id(p) in self._stored]
+        for weight in known:
             weight.begin_sum()
-        for weight in self._numbered:
+        for weight in known:
             weight.finish_sum()
 
     def on_change(self) -> None:

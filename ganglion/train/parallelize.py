@@ -154,6 +154,7 @@ def _build(
             recorder=request.recorder,
             seed=seed,
             placements=splitting.placements,
+            tensor_report=splitting.report,
         )
     )
 

@@ -14,6 +14,7 @@ from ganglion.comm import World
 from ganglion.models import InitialWeights, LossFn
 from ganglion.plan import Plan
 from ganglion.schedules import Registry
+from ganglion.tensor import TensorReport
 from ganglion.topology import Placement
 from ganglion.trace import Recorder
 from ganglion.train.block_costs import Sample
@@ -27,7 +28,8 @@ class RunParts:
     """Everything a run holds; parameters and buffers go by their serial names.
 
     `feedback` is what error feedback remembers, also by name; None without it. `placements` tell
-    which piece of each parameter this rank holds; empty if it holds them whole.
+    which piece of each parameter this rank holds, empty if it holds them whole; `tensor_report`
+    tells what was split and what not, None without tensor axes.
     """
 
     plan: Plan
@@ -41,6 +43,7 @@ class RunParts:
     recorder: Recorder
     seed: int
     placements: Mapping[str, Placement]
+    tensor_report: TensorReport | None
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers under their serial names, without their history."""

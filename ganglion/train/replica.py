@@ -67,8 +67,6 @@ class Replica:
             with self._recorder.span(COMPUTE, "backward", step=step, microbatch=index):
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()  # a new tensor: a loss in double must stay double
-        if self._splitting.weights is not None:
-            self._splitting.weights.finish_gradients()
         self._reducer.finish(step)
         return total / self._plan.num_microbatches
 

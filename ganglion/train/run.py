@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ganglion.checkpoint import JSON
 from ganglion.data import Batches, MapDataset, Sampler, share_index
+from ganglion.tensor import TensorReport
 from ganglion.topology import Placement
 from ganglion.trace import COMPUTE, HOST
 from ganglion.train.executor import Share, StepResult
@@ -109,8 +110,7 @@ class Run:
         of the first samples count.
         """
         self._keep(self._parts.executor.drain())
-        axes = ("data",) if self.world.mesh.z == 1 else ("data", "z")
-        group = self.world.group(*axes)
+        group = self.world.group("data", "z")
         for buffer in self._parts.buffers.values():
             group.broadcast(buffer).wait()
 
@@ -140,6 +140,10 @@ class Run:
     def placements(self) -> Mapping[str, Placement]:
         """Return which piece of each parameter this rank holds, by name; empty if all are whole."""
         return self._parts.placements
+
+    def tensor_report(self) -> TensorReport | None:
+        """Return what was split over x, y and z, and what was not and why; None without them."""
+        return self._parts.tensor_report
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients by name, after reduction and clipping."""

@@ -153,7 +153,7 @@ class StageWorker:
         part, batch = self._parts[action.stage], action.index
         part.buckets.select(batch % part.num_sets)
         if self._weights is not None:
-            self._weights.finish_gradients()
+            self._weights.finish_gradients(part.parameters.values())
         for tie in part.ties:
             assert self._transport is not None, "tied stages sit on different ranks"
             gradient = part.parameters[tie.name].grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ from ganglion.topology import TENSOR_AXES, Mesh, ModelCuts, Placement
 from ganglion.train.cutting import serial_names
 from ganglion.train.meta import make_real
 from ganglion.train.parts import RunRequest
+
+logger = logging.getLogger(__name__)
 
 
 def is_split(mesh: Mesh) -> bool:
@@ -61,6 +64,8 @@ def split_request(
     cuts = tensor_cuts(request.blocks) if cuts is None else cuts
     names = (*named_parameters(request.blocks), *named_buffers(request.blocks))
     split = apply_tensor_parallel(request.blocks, world, cuts.modules, settings)
+    if world.rank == 0:
+        logger.info("tensor parallelism:\n%s", split.report)
     group = split.grid.group(cuts.output_axis, "output")
     placements = {name: split.report.placements[name] for name in names}
     splitting = Splitting(
@@ -94,18 +99,11 @@ def _reaches(placements: Mapping[str, Placement], world: World) -> dict[str, Rea
     """
     wanted: tuple[tuple[str, ...], ...] = (("data",), ("data", "z"))
     # Of their own: when a sum starts depends on messages, while layers gather in a fixed order.
-    groups = {
-        axes: plain_group(world.group(*_long(axes, world.mesh), use="gradients")) for axes in wanted
-    }
+    groups = {axes: plain_group(world.group(*axes, use="gradients")) for axes in wanted}
     return {
         name: Reach(groups[tuple(sorted(place.replicated))], place.num_copies(world.mesh))
         for name, place in placements.items()
     }
-
-
-def _long(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    """Leave out axes of one rank: groups of the same ranks should be the same group."""
-    return tuple(axis for axis in axes if mesh.size(axis) > 1) or axes[:1]
 
 
 def _split_loss(loss_fn: LossFn, group: Group | None, dim: int) -> LossFn:

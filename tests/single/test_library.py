@@ -60,6 +60,7 @@ def test_the_surface_is_pinned() -> None:
         "request_stop",
         "save",
         "steps",
+        "tensor_report",
     }
     assert list(inspect.signature(ganglion.parallelize).parameters)[:4] == [
         "blocks",

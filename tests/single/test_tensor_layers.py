@@ -387,7 +387,9 @@ def logged_steps(settings: TensorSettings, num_steps: int) -> list[list[str]]:
                 x = block(x)
             log.append("backward")
             x.sum().backward()
-            split.weights.finish_gradients()
+            split.weights.finish_gradients(
+                p for block in split.blocks.values() for p in block.parameters()
+            )
             split.weights.on_change()
             steps.append(list(log))
             log.clear()

@@ -7,11 +7,19 @@ import dataclasses
 import pytest
 
 from ganglion import Plan
-from ganglion.comm import Faults, run_threads
+from ganglion.comm import Faults, World, run_threads
+from ganglion.trace import Recorder
 from tests.pipelines import FLUSHING, delayed, plan_for
 from tests.serial import TOLERANCE, History, assert_same_by_name
 from tests.tensors import SETTINGS, Held, whole
-from tests.training import Case, train_serial, train_split_at_once
+from tests.training import (
+    Case,
+    make_batches,
+    make_run,
+    share_of,
+    train_serial,
+    train_split_at_once,
+)
 
 CASE = Case(model="wide_tied", num_steps=3, global_batch_size=8, max_grad_norm=0.5)
 pytestmark = pytest.mark.timeout(120)
@@ -56,3 +64,34 @@ def test_20_runs_with_delays_and_reordering_change_nothing(schedule: str) -> Non
     for seed in range(20):
         faults = Faults(seed=seed, delay_s=0.001, reorder=True)
         _assert_equals(plan, CASE, wanted, faults)
+
+
+def _count_sums(world: World, plan: Plan, case: Case) -> tuple[int, int]:
+    """Return how often gradients were summed over z, and how many weights are cut along it."""
+    recorder = Recorder(world.rank)
+    run = make_run(world, plan, case, recorder=recorder)
+    for _ in run.steps(share_of(batch, world, plan) for batch in make_batches(case)):
+        pass
+    places = [run.placements()[name] for name in run.model_tensors()]
+    cut = [place for place in places if any(shard.axis == "z" for shard in place.shards)]
+    return sum(event.kind.endswith("reduce_scatter") for event in recorder.events()), len(cut)
+
+
+def test_stages_of_one_rank_sum_their_own_gradients() -> None:
+    """Kept weights are summed at the end of a batch, at which the other chunks are not yet."""
+    case = Case(model="wide_gpt3", num_steps=3, max_grad_norm=0.5, tensor=SETTINGS["kept"])
+    plan = dataclasses.replace(plan_for(case, "interleaved", 2, 2, 4), data=1, z=2, chunks=3)
+    _assert_equals(plan, case, train_serial(case))
+    for num_sums, num_weights in run_threads(
+        plan.mesh(), lambda world: _count_sums(world, plan, case)
+    ):
+        assert num_sums == num_weights * case.num_steps
+
+
+def test_a_run_tells_what_was_split() -> None:
+    plan = dataclasses.replace(plan_for(CASE, "one_f_one_b", 2, 1, 4), x=2)
+    lines = run_threads(
+        plan.mesh(), lambda world: str(make_run(world, plan, CASE).tensor_report()).splitlines()
+    )
+    assert all(line.startswith(("split  ", "whole  ")) for line in lines[0])
+    assert any("attention" in line or "mlp" in line for line in lines[0])
