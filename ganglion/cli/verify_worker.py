@@ -47,7 +47,7 @@ def train_in_double(folder: Path, launch: Launch) -> None:
 
 def _train(file: RunFile, plan: Plan, world: World, launch: Launch, folder: Path) -> Told:
     source = open_source(file, cache_folder())
-    blocks, initial = outline_blocks(file, source.num_classes, source.input_shape)
+    blocks, initial = outline_blocks(file, plan, source.num_classes, source.input_shape)
     blocks = {name: block.to(DTYPE) for name, block in blocks.items()}
     names = list(named_parameters(blocks))
     loss_fn, device = loss_function(file.model.loss), pick_device(launch.local_rank)

@@ -1,13 +1,15 @@
 """Which tensor axes a built-in model can be split over, from its numbers alone.
 
 A weight (outputs, inputs) is cut along its outputs by one of x and y, along its inputs by the
-other, and what is left of its rows by z, if z divides them. A vocabulary that is left to the data
-(size 0) is looked at when they are read.
+other, and what is left of its rows by z, if z divides them.
 """
 
 from __future__ import annotations
 
+import itertools
+
 from ganglion.config.schema import ModelSection, RunFile
+from ganglion.costs.blocks import CONV_CHANNELS, CONV_WIDTHS
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.plan import Plan
 
@@ -22,8 +24,14 @@ def check_tensor_axes(run: RunFile, plan: Plan) -> None:
             f'{plan.y}, z = {plan.z} split them: set optimizer.name = "adamw", or train over '
             f"parallel.data and parallel.pipe"
         )
-    if not run.model.build and run.model.kind == "gpt":
-        _check_gpt(run.model, plan)
+    if not run.model.build:
+        check = {"gpt": _check_gpt, "mlp": _check_mlp, "conv": _check_conv}[run.model.kind]
+        check(run.model, plan)
+
+
+def check_vocabulary(vocab_size: int, plan: Plan) -> None:
+    """Refuse a vocabulary, known once the data are read, that x does not divide."""
+    _check("the vocabulary of the data (model.vocab_size = 0)", vocab_size, "x", plan.x)
 
 
 def _check_gpt(model: ModelSection, plan: Plan) -> None:
@@ -33,6 +41,21 @@ def _check_gpt(model: ModelSection, plan: Plan) -> None:
     _check("model.mlp_hidden", model.mlp_hidden or 4 * model.hidden, "x", plan.x)
     _check("model.vocab_size", model.vocab_size, "x", plan.x)
     _check("model.hidden", model.hidden, "y", plan.y)
+
+
+def _check_mlp(model: ModelSection, plan: Plan) -> None:
+    """Layers take turns: the first gives its outputs over x, the next over y; ends are whole."""
+    if model.layers > 1:
+        _check("model.hidden", model.hidden, "x", plan.x)
+    if model.layers > 2:
+        _check("model.hidden", model.hidden, "y", plan.y)
+
+
+def _check_conv(model: ModelSection, plan: Plan) -> None:
+    """Its layers take turns too; the last one's outputs are whole."""
+    turns = itertools.cycle([("x", plan.x), ("y", plan.y)])
+    for size, (axis, parts) in zip((*CONV_CHANNELS, *CONV_WIDTHS), turns, strict=False):
+        _check(f'the outputs of a layer of model.kind = "{model.kind}",', size, axis, parts)
 
 
 def _check(key: str, size: int, axis: str, parts: int) -> None:

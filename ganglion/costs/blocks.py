@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-_CONV_CHANNELS = (6, 16)
-_CONV_WIDTHS = (120, 84)
+CONV_CHANNELS = (6, 16)
+CONV_WIDTHS = (120, 84)
 _KERNEL = 5 * 5
 
 
@@ -111,8 +111,8 @@ def conv_blocks(
     half = image_size // 2
     inner = half - 4
     quarter = inner // 2
-    first, second = _CONV_CHANNELS
-    widths = [second * quarter**2, *_CONV_WIDTHS, num_outputs]
+    first, second = CONV_CHANNELS
+    widths = [second * quarter**2, *CONV_WIDTHS, num_outputs]
     return [
         _conv(microbatch_size, num_channels, first, image_size, half, is_first=True),
         _conv(microbatch_size, first, second, inner, quarter, is_first=False),

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ganglion.config.shapes import ConvShape
+from ganglion.costs.blocks import CONV_CHANNELS as CHANNELS
+from ganglion.costs.blocks import CONV_WIDTHS as WIDTHS
 from ganglion.errors import LayoutError
 from ganglion.models.blocks import BlockModel
 from ganglion.models.initial import Initial, drawn_seed
@@ -17,8 +19,6 @@ from ganglion.models.layer_defaults import torch_defaults
 from ganglion.models.mlp import Dense, FlatDense
 
 MIN_IMAGE_SIZE = 12
-CHANNELS = (6, 16)
-WIDTHS = (120, 84)
 
 
 class ConvPool(nn.Module):

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ganglion.comm import World
-from ganglion.config import ModelShape, RunFile, model_shape
+from ganglion.config import GPTShape, ModelShape, RunFile, model_shape
 from ganglion.config.run_folder import CHECKPOINTS
+from ganglion.config.tensor_checks import check_vocabulary
 from ganglion.data import (
     DataSource,
     MapDataset,
@@ -101,7 +102,7 @@ def build_job(
     source = open_source(file, cache_dir)
     if world.rank == 0 and source.tokenizer is not None:
         save_tokenizer(source.tokenizer, folder)
-    blocks, initial = outline_blocks(file, source.num_classes, source.input_shape)
+    blocks, initial = outline_blocks(file, plan, source.num_classes, source.input_shape)
     num_parameters = sum(p.numel() for p in named_parameters(blocks).values())  # not of pieces
     loss_fn = loss_function(file.model.loss)
     flops = count_flops(blocks, loss_fn, *_samples(source.train, 1))
@@ -129,7 +130,7 @@ def build_blocks(
 
 
 def outline_blocks(
-    file: RunFile, num_outputs: int, input_shape: tuple[int, ...]
+    file: RunFile, plan: Plan, num_outputs: int, input_shape: tuple[int, ...]
 ) -> tuple[dict[str, nn.Module], InitialWeights | None]:
     """Build the model of a run file without memory, and tell its weights: those of `build_blocks`.
 
@@ -137,8 +138,11 @@ def outline_blocks(
     """
     if file.model.build:
         return build_blocks(file, num_outputs, input_shape), None
+    shape = _shape(file, num_outputs, input_shape)
+    if isinstance(shape, GPTShape) and file.model.vocab_size == 0:
+        check_vocabulary(shape.vocab_size, plan)
     torch.manual_seed(file.train.seed)
-    model, initial = outline_model(_shape(file, num_outputs, input_shape))
+    model, initial = outline_model(shape)
     return named_blocks(model), initial
 
 

@@ -20,6 +20,7 @@ from ganglion.config import (
     resolve,
 )
 from ganglion.config.recipes import QUICKSTART, recipe
+from ganglion.config.tensor_checks import check_vocabulary
 from ganglion.errors import ConfigError, GanglionError, LayoutError, UnknownKeyError
 from ganglion.plan import Plan
 
@@ -168,6 +169,17 @@ def test_microbatches_are_derived() -> None:
             "cuts after the last of 4 blocks",
         ),
         ({"parallel": {"x": 3}}, 3, "model.heads = 4 cannot be split over parallel.x = 3"),
+        ({"parallel": {"y": 5}}, 5, "model.hidden = .* cannot be split over parallel.y = 5"),
+        (
+            {"model": {"kind": "mlp", "hidden": 9}, "parallel": {"x": 2}},
+            2,
+            "model.hidden = 9 cannot be split over parallel.x = 2",
+        ),
+        (
+            {"model": {"kind": "conv"}, "parallel": {"x": 4}},
+            4,
+            r'layer of model.kind = "conv", = 6 cannot be split over parallel.x = 4',
+        ),
         ({"train": {"steps": 5, "stop_at": 6}}, 1, "train.stop_at = 6 lies beyond train.steps = 5"),
         ({"parallel": {"schedule": "1f2b"}}, 1, "parallel.schedule = '1f2b' is not a schedule"),
     ],
@@ -177,6 +189,20 @@ def test_impossible_layouts_are_refused_with_numbers(
 ) -> None:
     with pytest.raises(GanglionError, match=text):
         resolve(load_run_file(tables), processes)
+
+
+def test_axes_that_fit_every_layer_are_taken() -> None:
+    """The layers of the conv net give 6 and 120 outputs over x, 16 and 84 over y."""
+    tables = {"model": {"kind": "conv"}, "parallel": {"x": 3, "y": 4}}
+    assert resolve(load_run_file(tables), 12).num_ranks == 12
+    two_layers = {"model": {"kind": "mlp", "layers": 2, "hidden": 9}, "parallel": {"y": 2}}
+    assert resolve(load_run_file(two_layers), 2).y == 2
+
+
+def test_a_vocabulary_of_the_data_must_fit_x() -> None:
+    check_vocabulary(66, Plan(x=2))
+    with pytest.raises(LayoutError, match=r"the data .* = 65 cannot be split over parallel.x = 2"):
+        check_vocabulary(65, Plan(x=2))
 
 
 def test_schedule_aliases() -> None:
