@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ganglion.config import (
 )
 from ganglion.config.recipes import QUICKSTART, recipe
 from ganglion.config.run_folder import RUN_FILE
+from ganglion.config.schema import ParallelSection
 from ganglion.errors import ConfigError
 from ganglion.plan import Plan
 from ganglion.schedules import canonical_schedule
@@ -38,7 +39,11 @@ _DECIDED_BY_PLAN = (
     "train.microbatch_size",
     "train.precision",
 )
-_NOT_IN_A_PLAN = ("parallel.transport", "parallel.overlap", "parallel.bucket_mib")
+_NOT_IN_A_PLAN = tuple(
+    f"parallel.{key}"
+    for key in ParallelSection.model_fields
+    if key not in {field.name for field in fields(Plan)}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,10 +105,13 @@ class ParallelSection(Section):
         'between hosts and for GPUs), "shm", "torch", or "mpi" (needs the extra `mpi`)',
     )
     overlap: bool = Field(
-        True, description="reduce gradients, and gather weights over z, while something computes"
+        True,
+        description="reduce gradients, gather and sum pieces of weights while something computes "
+        "(a pipeline's reductions always do)",
     )
     keep_gathered: bool = Field(
-        False, description="gather weights over z once a step and keep them: memory for traffic"
+        False,
+        description="keep weights gathered over z until they change: more memory, less traffic",
     )
     bucket_mib: float = Field(25.0, gt=0, description="size of one gradient bucket")
 

@@ -93,6 +93,10 @@ def test_printed_config_can_be_used(tmp_path: Path) -> None:
         (["train", "--parallel.pipe", "11"], "parallel.pipe = 11 makes 11 stages, but the model"),
         (["train", "--averaging.method", "sync_easgd"], "averaging.method = 'sync_easgd' is not"),
         (["train", "--plan", "no.json"], "--plan no.json cannot be read"),
+        (
+            ["train", "--plan", "no.json", "--parallel.keep_gathered", "true"],
+            "--plan no.json cannot be read",
+        ),
         (["train", "--plan", "p.json", "--parallel.x", "1"], "--plan and --parallel.x contradict"),
         (
             ["train", "--plan", "p.json", "--train.precision", "bf16"],
