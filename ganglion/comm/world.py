@@ -60,9 +60,9 @@ class World:
         """Return the group along `axes`; all ranks must ask for the same groups in order.
 
         Collectives of one group run one after the other. Another `use` has a group of its own, of
-        the same ranks, which does not queue behind this one.
+        the same ranks, which does not queue behind this one. Axes of one rank make no difference.
         """
-        ordered = tuple(axis for axis in AXES if axis in axes)
+        ordered = tuple(axis for axis in AXES if axis in axes and self.mesh.size(axis) > 1)
         key = (ordered, use)
         if key not in self._groups:
             self._groups[key] = self._group_along(ordered)
@@ -85,8 +85,8 @@ class World:
         return self._transport_along(tuple(axis for axis in AXES if axis in axes), trace)
 
     def everyone(self) -> Group:
-        """Return the group of all ranks."""
-        return self.group(*AXES)
+        """Return the group of all ranks, for what is exchanged beside everything else."""
+        return self.group(*AXES, use="everyone")
 
     def barrier(self) -> None:
         """Return when every rank has arrived."""

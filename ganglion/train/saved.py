@@ -143,8 +143,7 @@ def _check_feedback(parts: RunParts, path: Path) -> None:
 def _whole_model(parts: RunParts) -> dict[str, Tensor] | None:
     """Return the whole model to rank 0, put together from the ranks of the first replica."""
     world, places = parts.world, _places(parts)
-    axes = [axis for axis in (*TENSOR_AXES, "pipe") if world.mesh.size(axis) > 1]
-    group = world.group(*(axes or ["pipe"]))
+    group = world.group(*TENSOR_AXES, "pipe")
     if world.coordinates.data > 0:
         return None
     held = {name: places.piece(name, tensor) for name, tensor in parts.model_tensors().items()}
