@@ -22,8 +22,7 @@ from ganglion.pipeline import (
 from ganglion.plan import Plan
 from ganglion.schedules import ListedSchedule, RankSchedule, planned_options, planned_schedule
 from ganglion.topology import TENSOR_AXES, Coordinates
-from ganglion.train.block_costs import agreed_costs, guessed_costs, measured_costs
-from ganglion.train.cutting import Cut, cut_model, serial_names
+from ganglion.train.cutting import Stages, cut_model, serial_names
 from ganglion.train.device import peak_bytes
 from ganglion.train.exchange import Exchange
 from ganglion.train.learning_rate import RateSetter
@@ -34,9 +33,7 @@ from ganglion.train.stage_worker import StagePart, StageWorker, Tie
 from ganglion.train.tensor_split import Splitting, is_split, make_blocks_real
 
 
-def assemble(
-    request: RunRequest, splitting: Splitting, rate: RateSetter, overlap: bool = True
-) -> Held:
+def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Held:
     """Build the pipeline rank of this process; all ranks do so at the same time.
 
     Reductions always overlap: the schedule says when they begin.
@@ -48,7 +45,7 @@ def assemble(
             f"optimizer.max_grad_norm = {request.max_grad_norm} needs the gradients of all stages "
             f'at one moment, which parallel.schedule = "stash" never has: set it to 0'
         )
-    cut = cut_model(request.blocks, plan, schedule.stage_map, _costs(request))
+    cut = cut_model(request.blocks, plan, schedule.stage_map, request.costs)
     agrees = is_split(world.mesh) and not isinstance(schedule, ListedSchedule)
     axes = ("pipe", *TENSOR_AXES) if is_split(world.mesh) else ("pipe",)
     has_mail = plan.pipe > 1 or agrees
@@ -77,17 +74,7 @@ def assemble(
     )
 
 
-def _costs(request: RunRequest) -> list[float]:
-    """Return what each block costs: measured, if there is something to measure with."""
-    blocks, sample = request.blocks, request.sample
-    # Split blocks cannot be measured alone: they meet other ranks inside.
-    if sample is None or request.plan.stage_boundaries or is_split(request.world.mesh):
-        return guessed_costs(blocks)
-    measured = measured_costs(blocks, request.loss_fn, sample, request.autocast)
-    return agreed_costs(request.world, measured)
-
-
-def _as_decided(request: RunRequest, cut: Cut) -> Plan:
+def _as_decided(request: RunRequest, cut: Stages) -> Plan:
     """Return the plan with what it left open: a resumed run cuts at the same places."""
     limit = planned_options(request.plan, request.schedules).limit or 0
     return dataclasses.replace(request.plan, stage_boundaries=cut.boundaries, limit=limit)
@@ -105,7 +92,7 @@ def _part(
     number: int,
     request: RunRequest,
     schedule: RankSchedule,
-    cut: Cut,
+    cut: Stages,
     rank_at: Callable[[int], int],
     splitting: Splitting,
     earlier: Iterable[StagePart],
@@ -175,7 +162,7 @@ def _settings(
 
 
 def _ties(
-    number: int, cut: Cut, parameters: Mapping[str, nn.Parameter], rank_at: Callable[[int], int]
+    number: int, cut: Stages, parameters: Mapping[str, nn.Parameter], rank_at: Callable[[int], int]
 ) -> tuple[Tie, ...]:
     ties: list[Tie] = []
     for name in sorted(parameters):

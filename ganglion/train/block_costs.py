@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ganglion.comm import World
 from ganglion.models import LossFn, named_buffers
-from ganglion.tensor.embedding import SplitEmbedding
 from ganglion.train.meta import lent_memory
 
 _REPEATS = 4  # the least of them counts: whatever disturbs a measurement makes it longer
@@ -29,14 +28,14 @@ Autocast = Callable[[], AbstractContextManager[object]]
 def guessed_costs(blocks: Mapping[str, nn.Module]) -> list[float]:
     """Return what each block costs, roughly: its parameters, and something for being a block.
 
-    An embedding is a lookup and costs next to nothing, split or not.
+    An embedding is a lookup and costs next to nothing.
     """
     return [
         1.0
         + sum(
             p.numel()
             for module in block.modules()
-            if not isinstance(module, nn.Embedding | SplitEmbedding)
+            if not isinstance(module, nn.Embedding)
             for p in module.parameters(recurse=False)
         )
         for block in blocks.values()

@@ -16,7 +16,7 @@ from ganglion.schedules import StageMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Stages:
     """The stages of a model: for each the names of its blocks; and who shares parameters.
 
     `holders` gives, for each parameter that several stages hold, those stages, by its serial name.
@@ -37,7 +37,7 @@ class Cut:
 
 def cut_model(
     blocks: Mapping[str, nn.Module], plan: Plan, stage_map: StageMap, costs: Sequence[float]
-) -> Cut:
+) -> Stages:
     """Cut blocks into the stages of a plan: where it says, or such that their costs are even."""
     boundaries = plan.stage_boundaries or balanced_boundaries(costs, stage_map.num_stages)
     assert len(boundaries) == stage_map.num_stages - 1, "checked before anything is built"
@@ -49,7 +49,7 @@ def cut_model(
     names = list(blocks)
     edges = [0, *boundaries, len(names)]
     stages = tuple(tuple(names[start:end]) for start, end in pairwise(edges))
-    return Cut(stages=stages, holders=_holders(blocks, stages))
+    return Stages(stages=stages, holders=_holders(blocks, stages))
 
 
 def _holders(

@@ -28,7 +28,7 @@ from ganglion.tensor import TensorSettings
 from ganglion.topology import AXES, ModelCuts, read_launch
 from ganglion.trace import Recorder
 from ganglion.train.assemble import assemble
-from ganglion.train.block_costs import Sample
+from ganglion.train.block_costs import Sample, agreed_costs, guessed_costs, measured_costs
 from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
@@ -104,6 +104,7 @@ def parallelize(
         initial=_agreed(initial, world),
     )
     _same_start(request)
+    request = dataclasses.replace(request, costs=_costs(request))
     request, splitting = split_request(request, cuts, tensor or TensorSettings())
     return _build(request, splitting, lr_factor, overlap, seed)
 
@@ -115,6 +116,18 @@ def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
     check_planned(plan, schedules)
     check_error_feedback(error_feedback, plan, schedules)
     return plan
+
+
+def _costs(request: RunRequest) -> list[float]:
+    """Return what each block costs: measured, if that is asked for and matters.
+
+    Whole blocks are measured, for split ones meet other ranks inside.
+    """
+    blocks, plan = request.blocks, request.plan
+    if request.sample is None or plan.pipe == 1 or plan.stage_boundaries:
+        return guessed_costs(blocks)
+    measured = measured_costs(blocks, request.loss_fn, request.sample, request.autocast)
+    return agreed_costs(request.world, measured)
 
 
 def _recorder(world: World, recorder: Recorder | None) -> Recorder:
@@ -137,8 +150,11 @@ def _build(
     plan, rate = request.plan, RateSetter(lr_factor)
     # One stage that flushes is plain training; one that does not has a delay of its own.
     whole = plan.pipe == 1 and planned_schedule(plan, 0, request.schedules).flushes
-    build = _replica if whole else assemble
-    held = build(request, splitting, rate, overlap)
+    held = (
+        _replica(request, splitting, rate, overlap)
+        if whole
+        else assemble(request, splitting, rate)  # its reductions always overlap
+    )
     refuse_muon_on_pieces(held.optimizers, splitting.placements)
     rate.take(held.optimizers)
     return Run(

@@ -53,7 +53,7 @@ class RunParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What `parallelize` was asked for."""
+    """What `parallelize` was asked for; `costs` tells what each block costs, to cut stages by."""
 
     blocks: Mapping[str, nn.Module]
     loss_fn: LossFn
@@ -71,6 +71,7 @@ class RunRequest:
     timeout_s: float
     sample: Sample | None
     initial: InitialWeights | None  # of blocks on the meta device
+    costs: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,12 +155,11 @@ def test_all_ranks_cut_where_the_least_costs_of_all_are_even() -> None:
     assert run_threads(Plan(pipe=2).mesh(), _cut) == [(2,), (2,)]
 
 
-def _measured_run(world: World) -> tuple[int, ...]:
+def _measured_run(world: World, plan: Plan) -> tuple[int, ...]:
     """Let the first block cost as much as the three others."""
     clock = Clock()
     block_costs_clock[threading.get_ident()] = clock
     blocks = [Slow(clock, 3.0), Slow(clock, 1.0), Slow(clock, 1.0), Slow(clock, 1.0)]
-    plan = Plan(pipe=2, num_microbatches=2)
     run = parallelize(
         blocks, nn.functional.mse_loss, torch.optim.SGD, plan, world=world, sample=SAMPLE
     )
@@ -170,11 +169,16 @@ def _measured_run(world: World) -> tuple[int, ...]:
 block_costs_clock: dict[int, Clock] = {}
 
 
-def test_a_run_with_a_sample_is_cut_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("axes", [{}, {"x": 2}, {"z": 2}], ids=str)
+def test_a_run_with_a_sample_is_cut_by_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, axes: dict[str, int]
+) -> None:
     monkeypatch.setattr(
         block_costs, "_now_s", lambda: block_costs_clock[threading.get_ident()].now_s
     )
-    assert run_threads(Plan(pipe=2).mesh(), _measured_run) == [(1,), (1,)]
+    plan = Plan(pipe=2, num_microbatches=2, **axes)
+    found = run_threads(plan.mesh(), lambda world: _measured_run(world, plan))
+    assert found == [(1,)] * plan.num_ranks
 
 
 def test_blocks_without_memory_are_lent_some() -> None:
