@@ -69,15 +69,15 @@ class RandomDriver:
         member = self._members[rank][index]
         if isinstance(event, Order):
             assert isinstance(member, Follower)
-            member.on_arrival(event)
+            member.take(event)
         elif isinstance(event, Message):
-            member.on_arrival(event)
+            self._plain[rank][index].on_arrival(event)
         else:
             self._finish(rank, index, *event)
 
     def _finish(self, rank: int, index: int, action: Action, start: int, version: int) -> None:
         self._steps[rank][index].append(Step(action, start, self._now, version))
-        self._members[rank][index].on_finish(action)
+        self._plain[rank][index].on_finish(action)
         target = {FORWARD: action.stage + 1, BACKWARD: action.stage - 1}.get(action.kind, -1)
         if 0 <= target < self._map.num_stages:
             message = Message(action.kind, target, action.index, version)
@@ -109,7 +109,7 @@ class RandomDriver:
                 if not ((r, i) == (rank, follower) and isinstance(e, Order))
             ]
             for one in earlier:
-                member.on_arrival(one)
+                member.take(one)
             self._start(rank, follower)
         self._future.append((rank, follower, order))
 

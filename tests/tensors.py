@@ -16,7 +16,7 @@ from ganglion import Plan, parallelize
 from ganglion.comm import World, run_threads
 from ganglion.config import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.models import named_buffers, named_parameters
-from ganglion.tensor import TensorSettings
+from ganglion.tensor import WITHOUT_OVERLAP, TensorSettings
 from ganglion.topology import Coordinates, Mesh, ModelCuts, Placement
 from ganglion.train import Run, random_stream
 from ganglion.train.random_stream import RandomStream
@@ -99,9 +99,7 @@ def whole(held: Sequence[Held], tensors: Sequence[Mapping[str, Tensor]]) -> dict
 
 SETTINGS = {
     "overlapped": TensorSettings(),
-    "waiting": TensorSettings(
-        overlap_all_reduce=False, overlap_reduce_scatter=False, overlap_all_gather=False
-    ),
+    "waiting": WITHOUT_OVERLAP,
     "kept": TensorSettings(keep_gathered=True),
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ganglion.models.cut_table import CutTable, HeadCuts, cuts_by_table
 from ganglion.models.hugging_face import (
     GPT2Attention,
     GPT2Embedding,
@@ -36,7 +37,7 @@ from ganglion.topology import (
 )
 
 _NORM, _RMS_NORM, _DROPOUT = NormCut("y"), NormCut("y", RMS), DropoutCut("y")
-_CUTS: Mapping[type[nn.Module], Mapping[str, Cut]] = MappingProxyType(
+_CUTS: CutTable = MappingProxyType(
     {
         GPT2Embedding: {
             "wte": EmbeddingCut("x", "y"),
@@ -77,33 +78,25 @@ _CUTS: Mapping[type[nn.Module], Mapping[str, Cut]] = MappingProxyType(
 
 def cuts_of(blocks: Mapping[str, nn.Module]) -> ModelCuts | None:
     """Return the cuts of blocks that `hugging_face_blocks` made; None if there are others."""
-    cuts: dict[str, Cut] = {}
-    for name, block in blocks.items():
-        known = _CUTS.get(type(block))
-        if known is None:
-            return None
-        cuts |= {f"{name}.{child}": cut for child, cut in known.items()}
-        if isinstance(block, GPT2Attention):
-            cuts[f"{name}.attn"] = _gpt2_heads(block.attn)
-        if isinstance(block, LlamaAttention):
-            cuts[f"{name}.self_attn"] = _llama_heads(block.self_attn)
-    is_whole = isinstance([*blocks.values()][-1], GPT2Head | LlamaHead)
-    return ModelCuts(cuts, "x" if is_whole else "y")
+    heads: HeadCuts = {GPT2Attention: _gpt2_heads, LlamaAttention: _llama_heads}
+    return cuts_by_table(blocks, _CUTS, heads, (GPT2Head, LlamaHead))
 
 
-def _gpt2_heads(attention: Any) -> WidthCut:
-    config = attention.config
-    return WidthCut(
+def _gpt2_heads(block: nn.Module) -> dict[str, Cut]:
+    attention: Any = block.attn
+    heads = WidthCut(
         "x",
         ("split_size",),  # of queries, of keys, of values; heads are counted by their size
-        counts=(("n_head", config.n_head),),
+        counts=(("n_head", attention.config.n_head),),
         refusal=_refusal("attn_pdrop", attention.attn_dropout.p),
     )
+    return {"attn": heads}
 
 
-def _llama_heads(attention: Any) -> WidthCut:
+def _llama_heads(block: nn.Module) -> dict[str, Cut]:
+    attention: Any = block.self_attn
     config = attention.config
-    return WidthCut(
+    heads = WidthCut(
         "x",
         counts=(
             ("num_key_value_heads", config.num_key_value_heads),
@@ -111,6 +104,7 @@ def _llama_heads(attention: Any) -> WidthCut:
         ),
         refusal=_refusal("attention_dropout", attention.attention_dropout),
     )
+    return {"self_attn": heads}
 
 
 def _refusal(key: str, dropout: float) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import cast
 
 from torch import nn
 
 from ganglion.models.attention import Attention
 from ganglion.models.convnet import ConvPool
+from ganglion.models.cut_table import CutTable, cuts_by_table
 from ganglion.models.gpt import Embedding, FeedForward, Head
 from ganglion.models.hugging_face_cuts import cuts_of as hugging_face
 from ganglion.models.mlp import Dense
@@ -25,10 +27,11 @@ from ganglion.topology import (
     LinearCut,
     ModelCuts,
     NormCut,
+    WidthCut,
 )
 
 _Y = NormCut("y")
-_TRANSFORMER: Mapping[type[nn.Module], Mapping[str, Cut]] = MappingProxyType(
+_TRANSFORMER: CutTable = MappingProxyType(
     {
         Embedding: {"tokens": EmbeddingCut("x", "y"), "positions": EmbeddingCut(None, "y")},
         Attention: {"norm": _Y, "qkv": NORMAL, "out": TRANSPOSED},
@@ -48,18 +51,14 @@ def tensor_cuts(blocks: Mapping[str, nn.Module]) -> ModelCuts:
 
 
 def _transformer(blocks: Mapping[str, nn.Module]) -> ModelCuts | None:
-    cuts: dict[str, Cut] = {}
-    for name, block in blocks.items():
-        known = _TRANSFORMER.get(type(block))
-        if known is None:
-            return None
-        present = {child for child, module in block.named_children() if module is not None}
-        cuts |= {f"{name}.{child}": cut for child, cut in known.items() if child in present}
-        if isinstance(block, Attention):
-            heads = (block.heads_per_group + 2) * block.head_size
-            cuts[f"{name}.qkv"] = LinearCut("y", "x", grain=heads)
-    is_head = isinstance([*blocks.values()][-1], Head)
-    return ModelCuts(cuts, "x" if is_head else "y")
+    return cuts_by_table(blocks, _TRANSFORMER, {Attention: _heads}, (Head,))
+
+
+def _heads(block: nn.Module) -> dict[str, Cut]:
+    """Whole groups of heads are dealt: features may divide where groups do not."""
+    attention = cast(Attention, block)
+    num_groups = attention.out.in_features // (attention.heads_per_group * attention.head_size)
+    return {"": WidthCut("x", counts=(("model.kv_heads", num_groups),))}
 
 
 def _chain(blocks: Mapping[str, nn.Module]) -> ModelCuts | None:

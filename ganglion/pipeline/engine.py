@@ -371,7 +371,7 @@ class Engine:
         if header.kind.startswith(ORDER_KIND) and self._agreement is not None:
             for order in self._agreement.orders(arrival):
                 assert self._follower is not None, "a leader takes no orders"
-                self._follower.on_arrival(order)
+                self._follower.take(order)
             return
         if header.kind == PREDICT_KIND:
             self._predictions.take(arrival)

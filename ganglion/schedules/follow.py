@@ -4,7 +4,7 @@ The ranks of a group run the same collectives inside a forward, but messages rea
 orders; ranks that each ran what came first would mismatch. So what the leader starts is told to the
 others as ORDER messages, and a follower starts the head of its orders once its inputs are there.
 
-    leader      next() -> 1F3, started   ~~~~ORDER 1F3~~~~>   follower  on_arrival(ORDER 1F3)
+    leader      next() -> 1F3, started   ~~~~ORDER 1F3~~~~>   follower  take(ORDER 1F3)
                                                                         next() -> 1F3
 
 The order holds across lanes: an update changes the weights that the next forward gathers, so a
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ganglion.schedules.action import Action, Message, Order
+from ganglion.schedules.action import Action, Order
 from ganglion.schedules.schedule import RankSchedule
 
 
@@ -35,13 +35,6 @@ class Follower:
         self.schedule.begin(chosen)
         return chosen
 
-    def on_arrival(self, message: Message | Order) -> None:
-        """Take note of an activation, a gradient or an order."""
-        if isinstance(message, Order):
-            self._orders.append(message.action)
-        else:
-            self.schedule.on_arrival(message)
-
-    def on_finish(self, finished: Action) -> None:
-        """Take note of the end of an action."""
-        self.schedule.on_finish(finished)
+    def take(self, order: Order) -> None:
+        """Take note of an order; all else is told to the schedule itself."""
+        self._orders.append(order.action)

@@ -62,8 +62,7 @@ class Replacer:
             why = obstacle(module) or "only linear layers and convolutions can"
             raise _misfit(name, module, cut, why)
         whole = _parameter(module, "weight")
-        out_features, in_features = whole.shape[form.out_dim], whole.shape[form.in_dim]
-        self._check_grain(name, out_features, cut)
+        in_features = whole.shape[form.in_dim]
         layer = Layer(
             product=tuned(form.product, self._grid.tuner),
             weight=self._stored(f"{name}.weight", whole, _weight_shards(form, cut)),
@@ -81,16 +80,6 @@ class Replacer:
             takes_whole=cut.takes_whole,
             gives_whole=cut.gives_whole,
         )
-
-    def _check_grain(self, name: str, out_features: int, cut: LinearCut) -> None:
-        """Refuse to cut through a run of features that belong together."""
-        runs = out_features // (cut.grain * cut.sections)
-        if cut.grain > 1 and runs % self._grid.size(cut.out_axis):
-            raise LayoutError(
-                f"{name} has {runs} runs of {cut.grain} features that belong together, such as "
-                f"heads, which {cut.out_axis}={self._grid.size(cut.out_axis)} does not divide: "
-                f"choose a multiple, or another parallel.{cut.out_axis}"
-            )
 
     def _embedding(self, name: str, module: nn.Module, cut: EmbeddingCut) -> nn.Module:
         if not isinstance(module, nn.Embedding):

@@ -39,7 +39,7 @@ class LinearCut:
     `sections` counts equal parts of the output that are cut each for itself: 3 for fused queries,
     keys and values; `in_sections` those of the input: 2 after joining two outputs end to end. A
     layer that `takes_whole` cuts whole activations itself, one that `gives_whole` gathers its
-    output. Outputs are cut between runs of `grain` features only, such as those of a head.
+    output.
     """
 
     in_axis: str | None
@@ -48,7 +48,6 @@ class LinearCut:
     takes_whole: bool = False
     gives_whole: bool = False
     in_sections: int = 1
-    grain: int = 1
 
     def __post_init__(self) -> None:
         _check_axes(self, self.in_axis, self.out_axis)

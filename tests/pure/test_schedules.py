@@ -107,17 +107,17 @@ def test_a_follower_waits_for_its_order_and_for_its_input() -> None:
     for one in (leader, led):
         one.admit(2)
     arrival = Message("F", 1, 0, 0)
-    follower.on_arrival(arrival)
+    led.on_arrival(arrival)
     assert follower.next() is None
     leader.on_arrival(arrival)
     chosen = leader.next()
     assert chosen == action("F", 1, 0)
-    follower.on_arrival(Order(chosen))
+    follower.take(Order(chosen))
     assert follower.next() is chosen
-    follower.on_finish(chosen)
-    follower.on_arrival(Order(action("F", 1, 1)))
+    led.on_finish(chosen)
+    follower.take(Order(action("F", 1, 1)))
     assert follower.next() is None
-    follower.on_arrival(Message("F", 1, 1, 0))
+    led.on_arrival(Message("F", 1, 1, 0))
     assert follower.next() == action("F", 1, 1)
 
 
@@ -125,16 +125,16 @@ def test_a_follower_keeps_the_order_across_lanes() -> None:
     led = make_schedule("2bw", 1, 2)
     follower = Follower(led)
     led.admit(2)
-    follower.on_arrival(Order(action("R", 1, 0)))
-    follower.on_arrival(Order(action("F", 1, 0)))
-    follower.on_arrival(Message("F", 1, 0, 0))
+    follower.take(Order(action("R", 1, 0)))
+    follower.take(Order(action("F", 1, 0)))
+    led.on_arrival(Message("F", 1, 0, 0))
     assert follower.next() is None, "the reduction comes first, and there is nothing to reduce"
 
 
 def test_an_order_may_come_before_its_batch() -> None:
     led = make_schedule("axonn", 0, 2)
     follower = Follower(led)
-    follower.on_arrival(Order(action("F", 0, 0)))
+    follower.take(Order(action("F", 0, 0)))
     assert follower.next() is None
     led.admit(1)
     assert follower.next() == action("F", 0, 0)

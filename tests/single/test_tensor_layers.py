@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ganglion.comm import Done, Group, Handle, SoloGroup, World, run_threads
 from ganglion.errors import ConfigError, DataError, LayoutError
+from ganglion.models import build_model, named_blocks, tensor_cuts
 from ganglion.tensor import (
     TensorParallel,
     TensorSettings,
@@ -41,6 +43,7 @@ from ganglion.topology import (
     Shard,
     WidthCut,
 )
+from tests.tensors import WIDE
 
 
 def piece(whole: Tensor, world: World, axis: str, dim: int) -> Tensor:
@@ -560,11 +563,6 @@ def tied() -> dict[str, nn.Module]:
             r"norm\.weight: dim 0 .* has 5 entries, which y=2",
         ),
         (
-            lambda: {"qkv": nn.Linear(4, 12)},
-            {"qkv": LinearCut("y", "x", grain=4)},
-            "qkv has 3 runs of 4 features that belong together, .* x=2 does not divide",
-        ),
-        (
             lambda: {"conv": nn.Conv2d(4, 4, 3, groups=2)},
             {"conv": NORMAL},
             "conv is a Conv2d, which cannot be split as .*: its 2 groups of channels",
@@ -622,6 +620,14 @@ def test_what_cannot_be_split_is_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=text):
         report_of(make(), cuts, x=2, y=2)
+
+
+def test_groups_of_heads_stay_whole() -> None:
+    """Also where the features of one group would divide."""
+    blocks = named_blocks(build_model(replace(WIDE["wide_gpt"], num_kv_heads=1)))
+    refusal = r"model\.kv_heads = 1 cannot be split over x = 2"
+    with pytest.raises(LayoutError, match=refusal):
+        report_of(blocks, dict(tensor_cuts(blocks).modules), x=2)
 
 
 def test_a_cut_of_an_unknown_module_is_refused() -> None:
