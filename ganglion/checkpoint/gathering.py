@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ganglion.checkpoint.pieces import Piece, Saveable, region
+from ganglion.checkpoint.pieces import Piece, Saveable
 from ganglion.comm import Group, broadcast_text
 from ganglion.topology import Box
 
@@ -64,7 +64,7 @@ class _Whole:
             self._tensors[name] = torch.empty(piece.shape, dtype=piece.dtype)
             self._num_missing[name] = self._tensors[name].numel()
         for box in piece.boxes:
-            region(self._tensors[name], box.start, box.size).copy_(piece.part(box))
+            self._tensors[name][box.in_whole] = piece.part(box)
         self._num_missing[name] -= piece.tensor.numel()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -38,8 +38,7 @@ class Piece:
         if isinstance(value, Piece):
             return value
         shape = tuple(value.shape)
-        zeros = (0,) * len(shape)
-        return cls(value, shape, (Box(zeros, zeros, shape),))
+        return cls(value, shape, (Box.whole(shape),))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -48,7 +47,7 @@ class Piece:
 
     def part(self, box: Box) -> Tensor:
         """Return the region of this rank's tensor that a box describes, not a copy."""
-        return region(self.tensor.detach(), box.local_start, box.size)
+        return self.tensor.detach()[box.in_piece]
 
     def part_at(self, start: Sequence[int] | None) -> Tensor:
         """Return the region of the box that begins at `start` in the whole."""
@@ -84,10 +83,3 @@ class Places:
         """Return the shape of the whole parameter, of which this rank holds `tensor`."""
         placement = self.placements.get(name)
         return tuple(tensor.shape) if placement is None else placement.shape
-
-
-def region(tensor: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Return a region of a tensor, not a copy."""
-    for dim, (begin, length) in enumerate(zip(start, size, strict=True)):
-        tensor = tensor.narrow(dim, begin, length)
-    return tensor

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from ganglion.errors import ConfigError
-from ganglion.models.initial import Initial, InitialWeights, whole_box
+from ganglion.models.initial import Initial, InitialWeights
+from ganglion.topology import Box
 
 # What a user may give: an ordered sequence, the same with names, or a module that lists its blocks.
 Blocks = Sequence[nn.Module] | Mapping[str, nn.Module] | nn.Module
@@ -41,7 +42,7 @@ class BlockModel(nn.Module, ABC):
         for name, parameter in named_parameters(self.blocks()).items():
             if not parameter.is_meta:
                 shape = tuple(parameter.shape)
-                initial.fill(parameter, name, shape, [whole_box(shape)])
+                initial.fill(parameter, name, shape, [Box.whole(shape)])
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the blocks one after another."""

@@ -78,11 +78,6 @@ def drawn_seed() -> int:
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box of a tensor that is not split."""
-    return Box((0,) * len(shape), (0,) * len(shape), shape)
-
-
 def fill(
     piece: Tensor,
     initial: Initial,
@@ -117,9 +112,7 @@ def _key(seed: int, name: str) -> int:
 
 def _runs(piece: Tensor, shape: tuple[int, ...], box: Box) -> Iterator[_Run]:
     """Yield the parts of a box that are contiguous in the whole."""
-    inside = piece
-    for dim, (start, size) in enumerate(zip(box.local_start, box.size, strict=True)):
-        inside = inside.narrow(dim, start, size)
+    inside = piece[box.in_piece]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for index in product(*map(range, box.size[: _run_dim(shape, box.size)])):
         inner = (0,) * (len(shape) - len(index))

@@ -41,6 +41,25 @@ class Box(NamedTuple):
     local_start: tuple[int, ...]
     size: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box of a parameter that is not split."""
+        return cls((0,) * len(shape), (0,) * len(shape), shape)
+
+    @property
+    def in_whole(self) -> tuple[slice, ...]:
+        """Where it lies in the whole, as an index."""
+        return _slices(self.start, self.size)
+
+    @property
+    def in_piece(self) -> tuple[slice, ...]:
+        """Where it lies in the rank's piece, as an index."""
+        return _slices(self.local_start, self.size)
+
+
+def _slices(starts: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
+
 
 _Interval = tuple[int, int]  # start and length
 

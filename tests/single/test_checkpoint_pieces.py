@@ -32,7 +32,6 @@ from ganglion.checkpoint import (
     save,
 )
 from ganglion.checkpoint.collective import TensorSavePlanner, load_shards
-from ganglion.checkpoint.pieces import region
 from ganglion.checkpoint.storage import ShardReader, ShardWriter
 from ganglion.comm import World, run_threads
 from ganglion.errors import CheckpointError
@@ -301,7 +300,7 @@ def test_what_one_rank_holds_whole_is_not_copied() -> None:
     assert run_threads(Mesh(), body) == [True]
 
 
-def test_a_region_is_no_copy() -> None:
+def test_a_part_is_no_copy() -> None:
     tensor = torch.zeros(4, 4)
-    region(tensor, (1, 2), (2, 1)).fill_(1)
+    Piece.of(tensor).part(Box((5, 6), (1, 2), (2, 1))).fill_(1)
     assert tensor.nonzero().tolist() == [[1, 2], [2, 2]]

@@ -28,7 +28,7 @@ from ganglion.models import (
     outline_model,
 )
 from ganglion.models import initial as initial_module
-from ganglion.models.initial import _key, fill, whole_box
+from ganglion.models.initial import _key, fill
 from ganglion.models.layer_defaults import torch_defaults
 from ganglion.topology import Box, Coordinates, Mesh, Placement, Shard
 from tests.training import SHAPES
@@ -46,7 +46,7 @@ def draw(
 ) -> Tensor:
     """Return a whole tensor."""
     whole = torch.full(shape, math.nan, dtype=dtype)
-    fill(whole, initial, seed=seed, name=name, shape=shape, boxes=[whole_box(shape)])
+    fill(whole, initial, seed=seed, name=name, shape=shape, boxes=[Box.whole(shape)])
     return whole
 
 
@@ -168,13 +168,13 @@ def test_a_piece_whose_runs_are_no_views_is_refused() -> None:
             seed=0,
             name=NAME,
             shape=(6, 4),
-            boxes=[whole_box((6, 4))],
+            boxes=[Box.whole((6, 4))],
         )
 
 
 def test_a_parameter_is_filled_without_a_history() -> None:
     parameter = nn.Parameter(torch.zeros(3, 4))
-    fill(parameter, Normal(1.0), seed=0, name=NAME, shape=(3, 4), boxes=[whole_box((3, 4))])
+    fill(parameter, Normal(1.0), seed=0, name=NAME, shape=(3, 4), boxes=[Box.whole((3, 4))])
     assert parameter.is_leaf and parameter.requires_grad and parameter.abs().amin() > 0
 
 
@@ -199,7 +199,7 @@ def test_a_small_piece_of_a_huge_whole_costs_little() -> None:
 
 def test_a_large_piece_is_filled_with_little_memory_besides() -> None:
     piece = torch.empty(2**21)
-    assert peak_of_filling(piece, (2**21,), whole_box((2**21,))) < 4_000_000
+    assert peak_of_filling(piece, (2**21,), Box.whole((2**21,))) < 4_000_000
 
 
 # --- random enough -------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_a_model_without_memory_tells_the_weights_of_the_same_model_with_memory(
     for name, wanted in whole.items():
         found = torch.empty_like(wanted)
         shape = tuple(wanted.shape)
-        initial.fill(found, name, shape, [whole_box(shape)])
+        initial.fill(found, name, shape, [Box.whole(shape)])
         assert torch.equal(found, wanted), name
 
 
@@ -353,7 +353,7 @@ def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="a is a GRUCell, whose initial values are not known: "):
         torch_defaults({"a": nn.GRUCell(2, 2)})
     with pytest.raises(ConfigError, match="no initial value is known for 'b', one of the model's"):
-        InitialWeights({"a": Normal(1.0)}, 0).fill(torch.empty(2), "b", (2,), [whole_box((2,))])
+        InitialWeights({"a": Normal(1.0)}, 0).fill(torch.empty(2), "b", (2,), [Box.whole((2,))])
 
     class Silent(BlockModel):
         def blocks(self) -> dict[str, nn.Module]:
