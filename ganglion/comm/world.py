@@ -62,10 +62,11 @@ class World:
         Collectives of one group run one after the other. Another `use` has a group of its own, of
         the same ranks, which does not queue behind this one. Axes of one rank make no difference.
         """
-        ordered = tuple(axis for axis in AXES if axis in axes and self.mesh.size(axis) > 1)
-        key = (ordered, use)
+        ordered = tuple(axis for axis in AXES if axis in axes)
+        long = tuple(axis for axis in ordered if self.mesh.size(axis) > 1)
+        key = (long, use)
         if key not in self._groups:
-            self._groups[key] = self._group_along(ordered)
+            self._groups[key] = self._group_along(long)
         group = self._groups[key]
         if self._trace is None or group.size == 1:
             return group
