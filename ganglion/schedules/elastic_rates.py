@@ -1,0 +1,117 @@
+"""The rate of elastic averaging: one number given, the force of one exchange computed and guarded.
+
+| given | alpha of one exchange | while the learning rate falls  |
+|-------|-----------------------|--------------------------------|
+| alpha | alpha                 | the elasticity alpha / lr grows |
+| beta  | beta / num_workers    | the same                       |
+| rho   | lr * rho              | alpha shrinks with it          |
+
+With `amortise`, the given rate belongs to the tau steps between two exchanges together, so alpha is
+divided by tau (TensorFlow's reading); without, to one exchange (the authors' launcher).
+
+Bounds on a quadratic of curvature h, x = lr * h (Zhang, Choromanska, LeCun 2015, section 4 and
+lemmas 7.1, 7.4): beyond them the centre runs away even without noise.
+
+    synchronous    alpha < 2 (2 - x) / (2 + P (2 - x))      2 / (P + 1) for small x
+    round robin    alpha <= (4 - 2 x) / (4 - x)             1 for small x, whatever P
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ganglion.errors import ConfigError
+
+SYNC, ASYNC, HOGWILD, ROUND_ROBIN = "sync", "async", "hogwild", "round_robin"
+MODES = (SYNC, ASYNC, HOGWILD, ROUND_ROBIN)
+
+
+def sync_alpha_limit(num_workers: int, lr_curvature: float = 0.0) -> float:
+    """Return the alpha that synchronous exchanges must stay below; 0 if no alpha is stable."""
+    slack = 2.0 - lr_curvature
+    return max(0.0, 2.0 * slack / (2.0 + num_workers * slack)) if slack > 0 else 0.0
+
+
+def round_robin_alpha_limit(lr_curvature: float = 0.0) -> float:
+    """Return the greatest alpha of exchanges one worker at a time; 0 if none is stable."""
+    return max(0.0, (4.0 - 2.0 * lr_curvature) / (4.0 - lr_curvature)) if lr_curvature < 2 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticRate:
+    """Exactly one of alpha, beta and rho; `unsafe` asks for beta above 1 by name."""
+
+    alpha: float | None = None
+    beta: float | None = None
+    rho: float | None = None
+    amortise: bool = False
+    unsafe: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse none, two, or a number that is no rate."""
+        given = self._given()
+        if len(given) != 1:
+            named = ", ".join(f"{name} = {value}" for name, value in given.items()) or "none"
+            raise ConfigError(
+                f"averaging needs exactly one of alpha, beta and rho, got {named}: give one, for "
+                f"example beta=0.9"
+            )
+        if not (math.isfinite(self.value) and self.value >= 0):
+            raise ConfigError(f"{self.name} = {self.value} is no rate: give a number of 0 or more")
+
+    @property
+    def name(self) -> str:
+        """Which of the three was given."""
+        return next(iter(self._given()))
+
+    @property
+    def value(self) -> float:
+        """The number that was given."""
+        return next(iter(self._given().values()))
+
+    def alpha_of(self, lr: float, num_workers: int, tau: int) -> float:
+        """Return alpha of one exchange, unguarded."""
+        share = {"alpha": 1.0, "beta": 1.0 / num_workers, "rho": lr}[self.name]
+        return self.value * share / (tau if self.amortise else 1)
+
+    def checked_alpha(
+        self, lr: float, num_workers: int, tau: int, mode: str = SYNC, curvature: float = 0.0
+    ) -> float:
+        """Return alpha of one exchange; raise ConfigError if it is above a bound of `mode`.
+
+        `curvature` is the greatest of the loss, if it is known. `unsafe` lifts the bound beta <= 1,
+        never that of stability.
+        """
+        alpha = self.alpha_of(lr, num_workers, tau)
+        how = f"{self.name} = {self.value:g} gives alpha = {alpha:g}"
+        beta = alpha * num_workers
+        if beta > 1.0 + 1e-12 and not self.unsafe:
+            raise ConfigError(
+                f"{how} and beta = {num_workers} workers * alpha = {beta:g}, above 1: convergence "
+                f"is proven up to 1; give beta=0.9, or ask for it with unsafe=True"
+            )
+        _check_stable(alpha, how, num_workers, lr * curvature, mode)
+        return alpha
+
+    def _given(self) -> dict[str, float]:
+        rates = {"alpha": self.alpha, "beta": self.beta, "rho": self.rho}
+        return {name: value for name, value in rates.items() if value is not None}
+
+
+def _check_stable(alpha: float, how: str, num_workers: int, x: float, mode: str) -> None:
+    """Raise if alpha leaves the region in which exchanges of `mode` contract on a quadratic."""
+    if mode in (ROUND_ROBIN, ASYNC):
+        limit = round_robin_alpha_limit(x)
+        stable, bound = 0 < limit >= alpha, f"(4 - 2x) / (4 - x) = {limit:g}"
+    else:  # without locks, all workers may read the same centre: a synchronous step
+        limit = sync_alpha_limit(num_workers, x)
+        stable, bound = (
+            alpha < limit,
+            f"2(2 - x) / (2 + P(2 - x)) = {limit:g} with P = {num_workers}",
+        )
+    if not stable:
+        raise ConfigError(
+            f"{how}, which diverges in mode {mode!r}: alpha must stay below {bound}, x = lr * "
+            f"curvature = {x:g}; lower {how.split(' ')[0]}" + (" or lr" if x else "")
+        )
