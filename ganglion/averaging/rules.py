@@ -1,0 +1,123 @@
+"""What a served centre does with what workers send: one small rule for each family of methods.
+
+    Elastic     reads w, replies the old c, c += rate * (w - c)      Async EASGD, Original EASGD
+    Delta       hands c out, later reads e, c += e                   Async EASGD as of 2015
+    Additive    reads an update u, c += u, replies the new c         Async SGD, DOWNPOUR
+    the same with momentum:       v = mu v + u, c += v               Async MSGD, MDOWNPOUR
+
+An update is what the worker's own torch optimizer did to its weights (for plain SGD: -lr * g), so
+weight decay, clipping and schedules are the user's, and the centre knows no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ganglion.averaging.elastic import elastic_force
+from ganglion.errors import ConfigError
+from ganglion.schedules.served_exchange import EXCHANGE, PUSH
+
+
+class Rule(Protocol):
+    """How a write changes the centre."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of request that writes: PUSH or EXCHANGE."""
+
+    def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> bool:
+        """Change `center`; fill `reply` and return True, or return False if it stays empty."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return what a snapshot must keep besides the centre."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what a snapshot kept."""
+
+
+class _Stateless:
+    def state(self) -> Mapping[str, Tensor]:
+        """Keep nothing."""
+        return {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from nothing."""
+
+
+class Elastic(_Stateless):
+    """Move the centre to the worker; the worker gets the centre both halves are reckoned from."""
+
+    kind = EXCHANGE
+
+    def __init__(self) -> None:
+        """Make room for the force with the first exchange: new memory costs more than the sum."""
+        self._force: Tensor | None = None
+
+    def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> bool:
+        """Do the centre's half of an elastic step."""
+        reply.copy_(center)
+        self._force = elastic_force(sent, center, rate, out=self._force)
+        center.add_(self._force)
+        return True
+
+
+class Delta(_Stateless):
+    """Add the force that a worker reckoned from a centre it had pulled."""
+
+    kind = PUSH
+
+    def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> bool:
+        """Add; there is nothing to tell."""
+        center.add_(sent)
+        return False
+
+
+class Additive:
+    """Add an update, through a velocity if there is momentum, and tell the new centre."""
+
+    kind = PUSH
+
+    def __init__(
+        self, momentum: float = 0.0, *, as_printed: bool = False, num_trained: int | None = None
+    ) -> None:
+        """Keep one velocity for all workers.
+
+        Elements from `num_trained` on are buffers and get no momentum: a running variance that
+        overshoots would turn negative. `as_printed` adds momentum * velocity instead of the
+        velocity, as MDOWNPOUR stands in its paper (Zhang, Choromanska, LeCun 2015, supplement).
+        """
+        if not 0.0 <= momentum < 1.0:
+            raise ConfigError(f"momentum = {momentum}: give 0 or more, and less than 1")
+        self._momentum = momentum
+        self._weight = momentum if as_printed else 1.0
+        self._num_trained = num_trained
+        self._velocity: Tensor | None = None
+
+    def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> bool:
+        """Add the update, or what the velocity has become with it."""
+        if self._momentum:
+            end = center.numel() if self._num_trained is None else self._num_trained
+            self._push(center[:end], sent[:end])
+            center[end:].add_(sent[end:])
+        else:
+            center.add_(sent)
+        reply.copy_(center)
+        return True
+
+    def _push(self, center: Tensor, sent: Tensor) -> None:
+        if self._velocity is None:
+            self._velocity = torch.zeros_like(center)
+        self._velocity.mul_(self._momentum).add_(sent)
+        center.add_(self._velocity, alpha=self._weight)
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Keep the velocity."""
+        return {} if self._velocity is None else {"velocity": self._velocity}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with the velocity that was kept."""
+        self._velocity = state.get("velocity")

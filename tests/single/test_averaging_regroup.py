@@ -1,0 +1,226 @@
+"""Workers come and go between exchanges: newcomers begin at the centre, losses leave it whole."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from ganglion.averaging.average import ElasticAverage
+from ganglion.averaging.outer import diloco
+from ganglion.comm import World, run_threads
+from ganglion.comm.local import LocalHub
+from ganglion.errors import ConfigError, PeerLost
+from ganglion.topology import Mesh
+from tests.averages import (
+    LR,
+    Weights,
+    assert_near,
+    assert_same_bits,
+    batch,
+    copies,
+    loss_of,
+    make_model,
+    plain_sgd,
+    serial_easgd,
+    train_steps,
+)
+
+
+class Meetings:
+    """Worlds that the threads of a test can meet in, one after the other."""
+
+    def __init__(self) -> None:
+        self._hubs: dict[str, LocalHub] = {}
+        self._lock = threading.Lock()
+
+    def world(self, name: str, rank: int, num_ranks: int) -> World:
+        with self._lock:
+            hub = self._hubs.setdefault(name, LocalHub(Mesh(data=num_ranks), 10.0))
+        return hub.world(rank)
+
+
+def centre_of(average: ElasticAverage) -> Weights:
+    with average.center_weights() as model:
+        return copies(model)
+
+
+@pytest.mark.parametrize("wishes", [
+    {"beta": 0.9, "tau": 2}, {"beta": 0.9, "tau": 2, "center": "root"},
+    {"beta": 0.9, "tau": 2, "compress": "int8"}, {"outer": diloco(), "tau": 2},
+])  # fmt: skip
+def test_a_newcomer_begins_at_the_centre_and_trains_on_with_the_others(wishes: Any) -> None:
+    meetings = Meetings()
+
+    def body(outside: World) -> Any:
+        rank = outside.rank
+        model = make_model(seed=rank)
+        optimizer = plain_sgd(model.parameters())
+        centre = None
+        if rank < 2:
+            average = ElasticAverage(model, optimizer, world=meetings.world("a", rank, 2), **wishes)
+            with average:
+                train_steps(model, optimizer, rank, range(4))
+                kept, centre = copies(model), centre_of(average)
+                average.regroup(meetings.world("b", rank, 3))
+                assert_same_bits(copies(model), kept)
+                train_steps(model, optimizer, rank, range(4, 8))
+        else:
+            average = ElasticAverage(model, optimizer, world=meetings.world("b", rank, 3), **wishes)
+            centre = copies(model)
+            with average:
+                train_steps(model, optimizer, rank, range(4, 8))
+        metrics = average.metrics()
+        return centre, centre_of(average), metrics.num_workers, metrics.num_steps
+
+    results = run_threads(Mesh(data=3), body)
+    assert_same_bits(results[2][0], results[0][0])  # the newcomer stands where the centre was
+    assert [r[2:] for r in results] == [(3, 8)] * 3
+    if wishes.get("center") != "root":
+        for result in results:
+            assert_same_bits(result[1], results[0][1])
+
+
+def test_a_newcomer_changes_alpha_for_all_at_the_same_exchange() -> None:
+    """The simulation: two workers with beta / 2 for four steps, then three with beta / 3."""
+    meetings, beta = Meetings(), 0.9
+
+    def body(outside: World) -> Any:
+        rank, model = outside.rank, make_model(seed=outside.rank)
+        optimizer = plain_sgd(model.parameters())
+        if rank < 2:
+            average = ElasticAverage(
+                model, optimizer, beta=beta, tau=1, world=meetings.world("a", rank, 2)
+            )
+            with average:
+                train_steps(model, optimizer, rank, range(4))
+            average.regroup(meetings.world("b", rank, 3))
+        else:
+            average = ElasticAverage(
+                model, optimizer, beta=beta, tau=1, world=meetings.world("b", rank, 3)
+            )
+        with average:
+            train_steps(model, optimizer, rank, range(4, 7))
+        return copies(model), centre_of(average)
+
+    found = run_threads(Mesh(data=3), body)
+    workers, center = serial_easgd(2, 4, alpha=beta / 2)
+    workers.append(dict(center))
+    model = make_model()
+    for step in range(4, 7):
+        forces = [{n: beta / 3 * (w - center[n]) for n, w in worker.items()} for worker in workers]
+        for rank, worker in enumerate(workers):
+            model.load_state_dict(worker)
+            x, y = batch(rank, step)
+            loss = loss_of(model(x), y)
+            slopes = torch.autograd.grad(loss, list(model.parameters()))
+            for (name, w), slope in zip(list(worker.items()), slopes, strict=True):
+                worker[name] = w - LR * slope - forces[rank][name]
+        center = {n: c + sum(f[n] for f in forces) for n, c in center.items()}
+    for (weights, found_center), worker in zip(found, workers, strict=True):
+        assert_near(weights, worker)
+        assert_near(found_center, center)
+
+
+@pytest.mark.parametrize("wishes", [{"beta": 0.9}, {"beta": 0.9, "center": "root"},
+                                    {"outer": diloco()}])  # fmt: skip
+def test_survivors_go_on_after_a_loss(wishes: Any) -> None:
+    meetings = Meetings()
+
+    def body(outside: World) -> Any:
+        rank = outside.rank
+        model = make_model(seed=rank)
+        optimizer = plain_sgd(model.parameters())
+        average = ElasticAverage(
+            model, optimizer, tau=1, world=meetings.world("a", rank, 3), **wishes
+        )
+        with average:
+            train_steps(model, optimizer, rank, range(3))
+            if rank == 2:  # gone in silence, for good
+                meetings._hubs["a"].fail(2, "killed")
+                return None
+            with pytest.raises(PeerLost):
+                train_steps(model, optimizer, rank, range(3, 5))
+            average.regroup(meetings.world("b", rank, 2))
+            optimizer.zero_grad()
+            losses = train_steps(model, optimizer, rank, range(5, 30))
+        return losses, centre_of(average), average.metrics().num_workers
+
+    first, second, _ = run_threads(Mesh(data=3), body)
+    assert first[2] == second[2] == 2
+    for losses, center, _ in (first, second):
+        assert all(torch.isfinite(w).all() for w in center.values())
+        assert sum(losses[-5:]) < sum(losses[:5])
+    if "center" not in wishes:
+        assert_same_bits(first[1], second[1])
+
+
+@pytest.mark.parametrize("root_survives", [True, False])
+def test_a_root_may_change_its_place_or_be_lost(root_survives: bool) -> None:
+    """The newest centre goes on: the root's, or without it the one of the last exchange."""
+    meetings, num_left = Meetings(), 3 if root_survives else 2
+
+    def body(outside: World) -> Any:
+        rank, model = outside.rank, make_model(seed=outside.rank)
+        optimizer = plain_sgd(model.parameters())
+        world = meetings.world("a", rank, 3)
+        average = ElasticAverage(model, optimizer, beta=0.9, tau=1, center="root", world=world)
+        with average:
+            train_steps(model, optimizer, rank, range(3))
+        before = centre_of(average)
+        if rank == 0 and not root_survives:
+            return before, None
+        average.regroup(meetings.world("b", (rank + 2) % 3, num_left))
+        with average:
+            train_steps(model, optimizer, rank, range(3, 4))
+            return before, centre_of(average)
+
+    results = run_threads(Mesh(data=3), body)
+    assert not torch.equal(results[0][0]["0.bias"], results[1][0]["0.bias"])  # one behind
+    # After an exchange, all but the new root have the centre as it was before it.
+    behind = results[2][1]
+    assert_same_bits(behind, results[0 if root_survives else 1][0])
+
+
+def test_a_new_worker_is_never_the_one_to_ask() -> None:
+    """Rank 0 of the second world is new: its random weights must not become the centre."""
+    meetings = Meetings()
+
+    def body(outside: World) -> Any:
+        model = make_model(seed=50 + outside.rank)
+        optimizer = plain_sgd(model.parameters())
+        if outside.rank == 0:
+            average = ElasticAverage(model, optimizer, beta=0.9, world=meetings.world("b", 0, 2))
+            return copies(model), centre_of(average)
+        average = ElasticAverage(model, optimizer, beta=0.9, world=meetings.world("a", 0, 1))
+        with average:
+            train_steps(model, optimizer, 0, range(3))
+        before = centre_of(average)
+        average.regroup(meetings.world("b", 1, 2))
+        return before, centre_of(average)
+
+    (new, new_center), (old, old_center) = run_threads(Mesh(data=2), body)
+    assert_same_bits(new, old)
+    assert_same_bits(new_center, old)
+    assert_same_bits(old_center, old)
+
+
+def test_models_that_differ_are_refused() -> None:
+    def body(world: World) -> None:
+        model = torch.nn.Linear(3, 2 + world.rank)
+        ElasticAverage(model, plain_sgd(model.parameters()), beta=0.9, world=world)
+
+    with pytest.raises(ConfigError, match=r"packs (192|128) elements of 2 tensors"):
+        run_threads(Mesh(data=2), body)
+
+
+def test_methods_that_cannot_change_their_workers_say_so() -> None:
+    def body(world: World) -> None:
+        model = make_model()
+        average = ElasticAverage(model, plain_sgd(model.parameters()), mode="sync_sgd", world=world)
+        with pytest.raises(ConfigError, match="SyncSgd cannot change its workers"):
+            average.regroup(world)
+
+    run_threads(Mesh(data=1), body)
