@@ -20,6 +20,9 @@ PLAN_FORMAT = 1
 PRECISIONS: tuple[str, ...] = ("fp32", "bf16")
 # "full": only the input of each block is kept, and its inside is computed again in backward.
 RECOMPUTES: tuple[str, ...] = ("none", "full")
+# How replicas stay together: by summing gradients, or as workers of elastic averaging.
+NO_AVERAGING, SYNC_EASGD, LOCAL_SGD = "none", "sync_easgd", "local_sgd"
+AVERAGINGS: tuple[str, ...] = (NO_AVERAGING, SYNC_EASGD, LOCAL_SGD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class Plan:
     recompute: str = "none"
     precision: str = "fp32"
     offload: str = "none"
-    averaging: str = "none"
+    averaging: str = NO_AVERAGING
     servers: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +67,11 @@ class Plan:
             raise ConfigError(
                 f"memory.recompute = {self.recompute!r} is not one of {list(RECOMPUTES)}: choose "
                 f"one of them (of a plan: recompute)"
+            )
+        if self.averaging not in AVERAGINGS:
+            raise ConfigError(
+                f"averaging.method = {self.averaging!r} is not one of {list(AVERAGINGS)}: choose "
+                f"one of them (of a plan: averaging); other methods are in ganglion.averaging"
             )
         self._check_boundaries()
 
@@ -128,6 +136,21 @@ class Plan:
         return self.data * self.z
 
     @property
+    def averages(self) -> bool:
+        """Whether replicas are workers of elastic averaging: each has weights of its own."""
+        return self.averaging != NO_AVERAGING
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks see other samples and sum their gradients."""
+        return ("z",) if self.averages else ("data", "z")
+
+    @property
+    def num_summed_shares(self) -> int:
+        """How many shares of a batch one gradient is the mean of."""
+        return self.z if self.averages else self.num_shares
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of one step over all ranks."""
         return self.share_size * self.num_shares
@@ -165,7 +188,6 @@ class Plan:
 # What each field must be until its machinery exists, and its key in a run file.
 _UNBUILT: dict[str, tuple[object, str]] = {
     "offload": ("none", "memory.offload"),
-    "averaging": ("none", "averaging.method"),
     "servers": (0, "averaging.servers"),
 }
 

@@ -86,9 +86,8 @@ def whole(held: Sequence[Held], tensors: Sequence[Mapping[str, Tensor]]) -> dict
             placement = rank.placements.get(name) or Placement(shape=tuple(piece.shape))
             target = found.setdefault(name, torch.zeros(placement.shape, dtype=piece.dtype))
             known = filled.setdefault(name, torch.zeros(placement.shape, dtype=torch.bool))
-            for start, local, size in placement.boxes(rank.mesh, rank.coordinates):
-                at = tuple(slice(b, b + n) for b, n in zip(start, size, strict=True))
-                here = tuple(slice(b, b + n) for b, n in zip(local, size, strict=True))
+            for box in placement.boxes(rank.mesh, rank.coordinates):
+                at, here = box.in_whole, box.in_piece
                 before = known[at]
                 torch.testing.assert_close(target[at][before], piece[here][before], rtol=0, atol=0)
                 target[at], known[at] = piece[here], True

@@ -17,6 +17,7 @@ from ganglion.models import build_model, cross_entropy
 from ganglion.tensor import TensorSettings
 from ganglion.trace import Event, Recorder
 from ganglion.train import Run
+from ganglion.train.averaged import AveragingSettings
 from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
 from tests.serial import Batch, History, copies, train_serially
 from tests.tensors import WIDE, Held
@@ -74,6 +75,7 @@ class Case:
     overlap: bool = True
     bucket_mib: float = 0.002  # small, so that a small model still has several buckets
     tensor: TensorSettings | None = None
+    averaging: AveragingSettings | None = None
 
 
 def make_model(case: Case, seed: int = 1) -> nn.Module:
@@ -124,6 +126,7 @@ def make_run(
         bucket_mib=case.bucket_mib,
         tensor=case.tensor,
         recorder=recorder,
+        averaging=case.averaging,
     )
 
 

@@ -36,10 +36,15 @@ def optimizer_tensors(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     return {key: value for key, _, _, value in _tensor_entries(optimizers)}
 
 
-def optimizer_pieces(optimizers: Sequence[Optimizer], places: Places) -> dict[str, Saveable]:
-    """Return the same with where they belong: what is shaped like its parameter is cut like it."""
+def optimizer_pieces(
+    optimizers: Sequence[Optimizer], places: Places, owner: str = ""
+) -> dict[str, Saveable]:
+    """Return the same with where they belong: what is shaped like its parameter is cut like it.
+
+    `owner` comes before the names: that of a worker whose state is its own.
+    """
     return {
-        key: places.piece(name, value) if value.shape == parameter.shape else value
+        owner + key: places.piece(name, value) if value.shape == parameter.shape else value
         for key, name, parameter, value in _tensor_entries(optimizers)
     }
 
@@ -91,24 +96,27 @@ def optimizer_record(optimizers: Sequence[Optimizer]) -> dict[str, JSON]:
 
 
 def prepare_optimizers(
-    optimizers: Sequence[Optimizer], path: Path, places: Places | None = None
+    optimizers: Sequence[Optimizer], path: Path, places: Places | None = None, owner: str = ""
 ) -> None:
     """Give each parameter the state entries the checkpoint has for it, tensors as zeros.
 
     Scalar entries get their saved values; tensors get theirs when `load` fills
-    `optimizer_tensors(optimizers)`. `places` tell which parameters are pieces. Weights and
-    hyper-parameters are not touched. Refuses a parameter that another kind of optimizer was saved
-    for.
+    `optimizer_tensors(optimizers)`. `places` tell which parameters are pieces, `owner` what comes
+    before the names. Weights and hyper-parameters are not touched. Refuses a parameter that
+    another kind of optimizer was saved for.
     """
     record = read_state(path).optimizer
     _check_kinds(optimizers, record, path)
-    saved: dict[str, TensorSpec | JSON] = {**read_specs(path)}
+    specs = read_specs(path).items()
+    saved: dict[str, TensorSpec | JSON] = {
+        key.removeprefix(owner): spec for key, spec in specs if key.startswith(owner + PREFIX)
+    }
+    # Scalars are the same for all owners.
     saved.update(cast(Mapping[str, JSON], record.get("scalars", {})))
     by_parameter: dict[str, dict[str, TensorSpec | JSON]] = {}
     for key, value in saved.items():
-        if key.startswith(PREFIX):
-            entry, _, name = key.removeprefix(PREFIX).partition(".")
-            by_parameter.setdefault(name, {})[entry] = value
+        entry, _, name = key.removeprefix(PREFIX).partition(".")
+        by_parameter.setdefault(name, {})[entry] = value
     for optimizer, group, name, parameter in _parameters(optimizers):
         optimizer.state.pop(parameter, None)
         whole = tuple(parameter.shape) if places is None else places.whole_shape(name, parameter)

@@ -27,12 +27,14 @@ def load(
     tensors: Mapping[str, Saveable],
     *,
     process_group: dist.ProcessGroup | None = None,
+    leaving: tuple[str, ...] = (),
 ) -> SavedState:
     """Fill `tensors` in place from a checkpoint and return the rest of it; collective.
 
     The ranks together must hold exactly the saved names, each with its saved whole shape and
-    dtype; how it is cut into pieces may differ. Raises CheckpointError on every rank, before any
-    tensor changes, if a file is missing or altered or the names, shapes or dtypes differ.
+    dtype; how it is cut into pieces may differ. Names that begin with one of `leaving` may be left
+    alone. Raises CheckpointError on every rank, before any tensor changes, if a file is missing or
+    altered or the names, shapes or dtypes differ.
     """
     wanted = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     content, problem = _open(path, process_group)
@@ -42,7 +44,8 @@ def load(
             raise CheckpointError(found)
     assert content is not None
     reader, state = content
-    _check_same_model(path, reader.specs, [specs for _, specs in reports])
+    needed = {n: spec for n, spec in reader.specs.items() if not n.startswith(leaving)}
+    _check_same_model(path, needed, [specs for _, specs in reports])
     load_shards(tensors, reader, process_group)
     return state
 

@@ -25,7 +25,7 @@ from ganglion.costs import (
     stage_times,
     stage_times_from_file,
 )
-from ganglion.errors import ConfigError, LayoutError
+from ganglion.errors import ConfigError, LayoutError, NotBuiltError
 from ganglion.plan import Plan
 from ganglion.schedules import check_planned, planned_stage_map
 from ganglion.simulator import Disturbance, PlanSimulation, simulate_plan
@@ -75,6 +75,7 @@ def simulate_command(request: SimulateRequest, *, trace_file: Path | None, as_js
     """Simulate, print figures as a table or JSON, and write the trace if asked."""
     cluster = find_cluster(request.cluster)
     plan, times = _plan_and_times(request, cluster)
+    _refuse_averaging(plan)
     result = simulate_plan(
         plan,
         times,
@@ -117,6 +118,14 @@ def _plan_and_times(request: SimulateRequest, cluster: Cluster) -> tuple[Plan, l
     stage_map = planned_stage_map(plan)
     held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
     return plan, stage_times(_blocks(run, plan, file), plan, cluster, held)
+
+
+def _refuse_averaging(plan: Plan) -> None:
+    if plan.averages:
+        raise NotBuiltError(
+            f"averaging.method = {plan.averaging!r} is not simulated yet: set averaging.method = "
+            f"'none' to see the pipeline, whose replicas then sum their gradients"
+        )
 
 
 def _text(file: Path) -> str:

@@ -25,7 +25,7 @@ from ganglion.config import (
 )
 from ganglion.config.recipes import QUICKSTART, recipe
 from ganglion.config.run_folder import RUN_FILE
-from ganglion.config.schema import ParallelSection
+from ganglion.config.schema import AveragingSection, ParallelSection
 from ganglion.errors import ConfigError
 from ganglion.plan import Plan
 from ganglion.schedules import canonical_schedule
@@ -39,10 +39,17 @@ _DECIDED_BY_PLAN = (
     "train.microbatch_size",
     "train.precision",
 )
-_NOT_IN_A_PLAN = tuple(
-    f"parallel.{key}"
-    for key in ParallelSection.model_fields
-    if key not in {field.name for field in fields(Plan)}
+_NOT_IN_A_PLAN = (
+    *(
+        f"parallel.{key}"
+        for key in ParallelSection.model_fields
+        if key not in {field.name for field in fields(Plan)}
+    ),
+    *(
+        f"averaging.{key}"
+        for key in AveragingSection.model_fields
+        if key not in ("method", "servers")
+    ),
 )
 
 

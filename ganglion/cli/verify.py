@@ -94,6 +94,11 @@ def _check(file: RunFile, plan: Plan, launch: Launch) -> None:
             'verify does not start mpiexec: parallel.transport = "mpi" cannot be verified; add '
             "--transport shm or torch"
         )
+    if plan.averages:
+        raise ConfigError(
+            f'averaging.method = "{plan.averaging}" trains {plan.data} models, which no training '
+            f"on one process is: add --averaging.method none"
+        )
     if file.optimizer.name == "muon":
         raise ConfigError(
             'optimizer.name = "muon" rounds to bf16 inside, which hides errors of a layout: add '

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from ganglion.config.averaging_checks import check_averaging
 from ganglion.config.schema import ModelSection, RunFile
 from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.config.tensor_checks import check_tensor_axes
@@ -52,6 +53,7 @@ def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
     check_model(run.model, plan)
     check_tensor_axes(run, plan)
     check_error_feedback(run.optimizer.error_feedback, plan)
+    check_averaging(run, plan)
     check_steps(run)
     return plan
 
@@ -74,6 +76,7 @@ def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
     check_model(run.model, plan)
     check_tensor_axes(run, plan)
     check_error_feedback(run.optimizer.error_feedback, plan)
+    check_averaging(run, plan)
     check_steps(run)
 
 

@@ -179,9 +179,23 @@ class TraceSection(Section):
 
 
 class AveragingSection(Section):
-    """Elastic averaging (reserved)."""
+    """Replicas as workers of elastic averaging."""
 
-    method: str = Field("none", description="reserved for elastic averaging")
+    method: Literal["none", "sync_easgd", "local_sgd"] = Field(
+        "none",
+        description='"none": replicas sum their gradients at every step; "sync_easgd": each trains '
+        'by itself and is drawn to a centre; "local_sgd": all go to their mean',
+    )
+    tau: int = Field(10, ge=1, description="steps between two exchanges")
+    beta: float = Field(
+        0.0, ge=0, description="how far the centre moves in an exchange; 0: 0.9, if no other rate"
+    )
+    alpha: float = Field(
+        0.0, ge=0, description="how far each worker moves, beta / workers; 0: not given"
+    )
+    rho: float = Field(0.0, ge=0, description="alpha / learning rate; 0: not given")
+    unsafe: bool = Field(False, description="allow beta above 1")
+    overlap: bool = Field(True, description="exchange while forward and backward compute")
     servers: int = Field(0, ge=0, description="reserved: processes that hold the centre")
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 class StepMetrics:
     """One step; `step` counts finished updates, so the first record has step 1.
 
-    `val_loss` is present only on steps that evaluated.
+    `val_loss` is present only on steps that evaluated; under elastic averaging it is that of the
+    centre, and three numbers of worker 0 come with each step: exchanges so far, its distance from
+    the centre as a share of the centre's norm, and the seconds it has waited for exchanges.
     """
 
     step: int
@@ -23,17 +25,18 @@ class StepMetrics:
     lr: float
     peak_bytes: int
     val_loss: float | None = None
+    exchanges: int | None = None
+    consensus: float | None = None
+    exchange_wait_s: float | None = None
 
     def to_json(self) -> str:
         """Return one line of JSON; non-finite numbers become null, for JSON has none."""
-        record = {key: _finite(value) for key, value in asdict(self).items()}
-        if self.val_loss is None:
-            del record["val_loss"]
-        return json.dumps(record)
+        known = {key: value for key, value in asdict(self).items() if value is not None}
+        return json.dumps({key: _finite(value) for key, value in known.items()})
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ganglion.comm import Transport, World
+from ganglion.config.averaging_checks import check_flushes
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientBuckets
+from ganglion.models import named_buffers
 from ganglion.pipeline import (
     Agreement,
     Engine,
@@ -22,6 +24,7 @@ from ganglion.pipeline import (
 from ganglion.plan import Plan
 from ganglion.schedules import ListedSchedule, RankSchedule, planned_options, planned_schedule
 from ganglion.topology import TENSOR_AXES, Coordinates
+from ganglion.train.averaged import average
 from ganglion.train.cutting import Stages, cut_model, serial_names
 from ganglion.train.device import peak_bytes
 from ganglion.train.exchange import Exchange
@@ -45,6 +48,7 @@ def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Hel
             f"optimizer.max_grad_norm = {request.max_grad_norm} needs the gradients of all stages "
             f'at one moment, which parallel.schedule = "stash" never has: set it to 0'
         )
+    check_flushes(plan, schedule)
     cut = cut_model(request.blocks, plan, schedule.stage_map, request.costs)
     agrees = is_split(world.mesh) and not isinstance(schedule, ListedSchedule)
     axes = ("pipe", *TENSOR_AXES) if is_split(world.mesh) else ("pipe",)
@@ -57,6 +61,7 @@ def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Hel
     parts: dict[int, StagePart] = {}
     for number in stages:
         parts[number] = _part(number, request, schedule, cut, rank_at, splitting, parts.values())
+    _average(parts, request, cut)
     optimizers = [optimizer for part in parts.values() for optimizer in part.optimizers]
     # Replicas meet in reductions only; what fails in one must reach the others before.
     has_siblings = plan.pipe > 1 and plan.data > 1
@@ -69,9 +74,24 @@ def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Hel
         parameters={name: p for part in parts.values() for name, p in part.parameters.items()},
         optimizers=optimizers,
         feedback=_feedback(parts.values()) if request.error_feedback else None,
+        averaged=[part.averaged for part in parts.values() if part.averaged is not None],
         block_names=block_names,
         plan=_as_decided(request, cut),
     )
+
+
+def _average(parts: Mapping[int, StagePart], request: RunRequest, cut: Stages) -> None:
+    """Let the stages of this rank be averaged with those of other workers, if the plan says so."""
+    for position, (number, part) in enumerate(parts.items()):
+        buffers = named_buffers({name: request.blocks[name] for name in cut.stages[number]})
+        part.averaged = average(
+            {**part.parameters, **buffers},
+            part.optimizers,
+            request.plan,
+            request.world,
+            request.averaging,
+            position,
+        )
 
 
 def _as_decided(request: RunRequest, cut: Stages) -> Plan:
@@ -152,7 +172,7 @@ def _settings(
 
     return StageSettings(
         loss_fn=request.loss_fn if number == last else None,
-        loss_scale=1.0 / (plan.num_microbatches * plan.num_shares),
+        loss_scale=1.0 / (plan.num_microbatches * plan.num_summed_shares),
         num_stages=last + 1,
         seed_block=seed_block,
         autocast=request.autocast,
@@ -217,7 +237,9 @@ def _executor(
 
     stage_map = schedule.stage_map
     last = StageAt(stage_map.num_stages - 1, stage_map.rank_of(stage_map.num_stages - 1))
-    exchange = Exchange(request.world, own_numbers, loss_pipe=last.pipe)
+    exchange = Exchange(
+        request.world, own_numbers, loss_pipe=last.pipe, by_replica=request.plan.averages
+    )
     worker = StageWorker(
         parts, exchange, transport, set_rate, request.max_grad_norm, splitting.weights
     )

@@ -26,20 +26,27 @@ class Exchange:
     """Tables of the steps under way."""
 
     def __init__(
-        self, world: World, own_numbers: Callable[[], tuple[float, float]], *, loss_pipe: int
+        self,
+        world: World,
+        own_numbers: Callable[[], tuple[float, float]],
+        *,
+        loss_pipe: int,
+        by_replica: bool = False,
     ) -> None:
         """Exchange over all ranks; the losses are at pipe coordinate `loss_pipe`.
 
-        `own_numbers` gives (asked to stop, bytes of memory).
+        `own_numbers` gives (asked to stop, bytes of memory). Replicas hold the same gradients,
+        unless each has its own, `by_replica`.
         """
         self._world = world
         # Made now: ranks meet to make a group, and in a pipeline they are never at the same place.
         world.everyone()
         self._own_numbers = own_numbers
         self._tables: dict[int, _Table] = {}
-        # Replicas hold the same gradients after reduction: one of them counts.
         coordinates = [world.mesh.coordinates(rank) for rank in range(world.num_ranks)]
-        self._counted = [rank for rank, at in enumerate(coordinates) if at.data == 0]
+        replicas = range(world.mesh.data if by_replica else 1)
+        self._replicas = [[r for r, at in enumerate(coordinates) if at.data == d] for d in replicas]
+        self._own = world.coordinates.data if by_replica else 0
         self._with_loss = [rank for rank, at in enumerate(coordinates) if at.pipe == loss_pipe]
 
     def is_started(self, step: int) -> bool:
@@ -56,15 +63,20 @@ class Exchange:
         return self._tables[step].handle.is_done()
 
     def norm(self, step: int) -> float:
-        """Return the norm of all gradients; waits for everybody's numbers."""
-        return math.sqrt(max(0.0, float(self._rows(step)[self._counted, 1].sum())))
+        """Return the norm of all gradients of this replica; waits for everybody's numbers."""
+        return self._norm_of(step, self._own)
 
     def take(self, step: int) -> tuple[float, float, bool, int]:
         """Return loss, norm, whether to stop and the most bytes of any rank; forget the step."""
-        norm, rows = self.norm(step), self._rows(step)
+        norms = [self._norm_of(step, replica) for replica in range(len(self._replicas))]
+        rows = self._rows(step)
         del self._tables[step]
         loss = float(rows[self._with_loss, 0].mean())
-        return loss, norm, bool(rows[:, 2].any()), int(rows[:, 3].max())
+        return loss, sum(norms) / len(norms), bool(rows[:, 2].any()), int(rows[:, 3].max())
+
+    def _norm_of(self, step: int, replica: int) -> float:
+        squares = self._rows(step)[self._replicas[replica], 1]
+        return math.sqrt(max(0.0, float(squares.sum())))
 
     def _rows(self, step: int) -> Tensor:
         table = self._tables[step]

@@ -11,7 +11,9 @@ from torch import nn
 
 from ganglion.comm import World
 from ganglion.config import GPTShape, ModelShape, RunFile, model_shape
+from ganglion.config.averaging_checks import given_rates
 from ganglion.config.run_folder import CHECKPOINTS
+from ganglion.config.schema import AveragingSection
 from ganglion.config.tensor_checks import check_vocabulary
 from ganglion.data import (
     DataSource,
@@ -38,6 +40,7 @@ from ganglion.plan import Plan
 from ganglion.tensor import TensorSettings
 from ganglion.topology import Launch
 from ganglion.trace import Recorder
+from ganglion.train.averaged import AveragingSettings
 from ganglion.train.block_costs import Sample
 from ganglion.train.device import pick_device
 from ganglion.train.learning_rate import warmup_cosine
@@ -196,6 +199,19 @@ def parallelize_file(
         timeout_s=file.train.timeout_s,
         sample=sample,
         initial=initial,
+        averaging=_averaging(file.averaging),
+    )
+
+
+def _averaging(section: AveragingSection) -> AveragingSettings:
+    rates = given_rates(section)
+    return AveragingSettings(
+        alpha=rates.get("alpha"),
+        beta=rates.get("beta"),
+        rho=rates.get("rho"),
+        tau=section.tau,
+        overlap=section.overlap,
+        unsafe=section.unsafe,
     )
 
 

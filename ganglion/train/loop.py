@@ -36,8 +36,9 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
         interrupted = result.stop_requested and not last
         # Who asked to stop is waiting: save at once, and leave the evaluation out.
         val_loss = None if interrupted else _evaluate_if_due(job, result.step, last)
+        metrics = _metrics(job, result, step_s, val_loss)
         for observer in observers:
-            observer.on_step(_metrics(job, result, step_s, val_loss))
+            observer.on_step(metrics)
         if last or interrupted or is_due(result.step, job.file.checkpoint.every):
             _save(job)
         if interrupted:
@@ -55,6 +56,7 @@ def _evaluate_if_due(job: Job, step: int, last: bool) -> float | None:
 
 
 def _metrics(job: Job, result: StepResult, step_s: float, val_loss: float | None) -> StepMetrics:
+    seen = job.run.exchanges()
     return StepMetrics(
         step=result.step,
         loss=result.loss,
@@ -64,6 +66,9 @@ def _metrics(job: Job, result: StepResult, step_s: float, val_loss: float | None
         lr=result.lr,
         peak_bytes=result.peak_bytes,
         val_loss=val_loss,
+        exchanges=None if seen is None else seen.num_exchanges,
+        consensus=None if seen is None else seen.consensus,
+        exchange_wait_s=None if seen is None else seen.wait_s,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from ganglion.config.run_folder import METRICS_FILE, TENSORBOARD, TRACE
@@ -37,9 +38,8 @@ class TensorBoardObserver:
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Write one point of every curve."""
-        for name in ("loss", "grad_norm", "tokens_per_s", "step_s", "lr", "peak_bytes", "val_loss"):
-            value = getattr(metrics, name)
-            if value is not None:
+        for name, value in asdict(metrics).items():
+            if value is not None and name != "step":
                 self._writer.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from ganglion.tensor import TensorSettings
 from ganglion.topology import AXES, ModelCuts, read_launch
 from ganglion.trace import Recorder
 from ganglion.train.assemble import assemble
+from ganglion.train.averaged import AveragingSettings, average
 from ganglion.train.block_costs import Sample, agreed_costs, guessed_costs, measured_costs
 from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
@@ -68,6 +69,7 @@ def parallelize(
     cuts: ModelCuts | None = None,
     tensor: TensorSettings | None = None,
     initial: InitialWeights | None = None,
+    averaging: AveragingSettings | None = None,
 ) -> Run:
     """Return a run that trains `blocks`, in order, under `plan`.
 
@@ -79,7 +81,8 @@ def parallelize(
     `sample`, one microbatch, the stages of a pipeline are cut by measured times; without, by their
     weights. With tensor axes, known models are split as such; `cuts` tell how to split others,
     whose linear layers else take and return whole activations; `tensor` switches overlaps. Meta
-    blocks need `initial` weights: every rank makes its own piece; others begin as on rank 0.
+    blocks need `initial` weights: every rank makes its own piece; others begin as on rank 0. A plan
+    with `averaging` trains its replicas as workers; the settings say how they exchange.
     """
     plan = _checked(plan, schedules, error_feedback)
     launch = read_launch(os.environ)
@@ -102,6 +105,7 @@ def parallelize(
         timeout_s=timeout_s,
         sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
         initial=_agreed(initial, world),
+        averaging=averaging or AveragingSettings(),
     )
     _same_start(request)
     request = dataclasses.replace(request, costs=_costs(request))
@@ -171,6 +175,7 @@ def _build(
             seed=seed,
             placements=splitting.placements,
             tensor_report=splitting.report,
+            averaged=held.averaged,
         )
     )
 
@@ -189,6 +194,8 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
     )
     optimizers = build_optimizers(request.optimizer_factory, _trainable(parameters))
     plan, device, recorder = request.plan, request.device, request.recorder
+    tensors = {**parameters, **named_buffers(request.blocks)}
+    averaged = average(tensors, optimizers, plan, request.world, request.averaging)
     replica = Replica(
         request.blocks,
         request.loss_fn,
@@ -209,11 +216,13 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         max_grad_norm=request.max_grad_norm,
         device=device,
         norm_group=splitting.norm_group,
+        averaged=averaged,
     )
     return Held(
         executor=executor,
         parameters=parameters,
         optimizers=optimizers,
+        averaged=[] if averaged is None else [averaged],
         block_names=tuple(request.blocks),
         plan=plan,
     )

@@ -17,6 +17,7 @@ from ganglion.schedules import Registry
 from ganglion.tensor import TensorReport
 from ganglion.topology import Placement
 from ganglion.trace import Recorder
+from ganglion.train.averaged import Averaged, AveragingSettings
 from ganglion.train.block_costs import Sample
 from ganglion.train.executor import Executor
 from ganglion.train.optimizers import OptimizerFactory
@@ -29,7 +30,8 @@ class RunParts:
 
     `feedback` is what error feedback remembers, also by name; None without it. `placements` tell
     which piece of each parameter this rank holds, empty if it holds them whole; `tensor_report`
-    tells what was split and what not, None without tensor axes.
+    tells what was split and what not, None without tensor axes. What is `averaged` over workers is
+    empty without elastic averaging.
     """
 
     plan: Plan
@@ -44,11 +46,19 @@ class RunParts:
     seed: int
     placements: Mapping[str, Placement]
     tensor_report: TensorReport | None
+    averaged: Sequence[Averaged]
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers under their serial names, without their history."""
         named = {**self.parameters, **self.buffers}
         return {name: tensor.detach() for name, tensor in named.items()}
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """Return the same as all workers share it: averaged tensors are those of the centre."""
+        found = self.model_tensors()
+        for averaged in self.averaged:
+            found.update(averaged.center())
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +81,7 @@ class RunRequest:
     timeout_s: float
     sample: Sample | None
     initial: InitialWeights | None  # of blocks on the meta device
+    averaging: AveragingSettings
     costs: Sequence[float] = ()
 
 
@@ -82,5 +93,6 @@ class Held:
     parameters: dict[str, nn.Parameter]
     optimizers: list[Optimizer]
     feedback: dict[str, Tensor] | None = None
+    averaged: list[Averaged]
     block_names: tuple[str, ...]
     plan: Plan  # with the cut that was made

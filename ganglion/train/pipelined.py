@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -148,6 +149,8 @@ class PipelineExecutor:
     def close(self) -> None:
         """Close the transports and let go of the gradients."""
         for part in self._parts.values():
+            if part.averaged is not None:
+                part.averaged.close()
             part.buckets.close()
         self._engine.close()
 
@@ -188,6 +191,21 @@ class PipelineExecutor:
             return None
 
         modules = [block for part in self._parts.values() for block in part.stage.blocks]
-        with evaluation_mode(modules), self._recorder.span(COMPUTE, "evaluate"):
+        with (
+            self._at_center(),
+            evaluation_mode(modules),
+            self._recorder.span(COMPUTE, "evaluate"),
+        ):
             self._engine.run_forwards(numbers, predict)
         return results
+
+    @contextmanager
+    def _at_center(self) -> Iterator[None]:
+        """Compute with the weights of the centre, if there is one."""
+        averaged = [part.averaged for part in self._parts.values() if part.averaged is not None]
+        with ExitStack() as stack:
+            for each in averaged:
+                stack.enter_context(each.center_weights())
+            self._worker.on_change()
+            yield
+        self._worker.on_change()

@@ -53,10 +53,13 @@ class Replica:
         self._splitting = splitting
 
     def forward_backward(self, batch: Share, step: int) -> Tensor:
-        """Leave the gradients of the mean loss over the global batch; return this share's loss."""
+        """Leave the gradients of the mean loss over all shares; return the loss of this one.
+
+        A worker of elastic averaging has the shares of its own replica.
+        """
         self._reducer.zero()
         # The mean over microbatches and replicas is taken here, so that reductions only sum.
-        scale = 1.0 / (self._plan.num_microbatches * self._plan.num_shares)
+        scale = 1.0 / (self._plan.num_microbatches * self._plan.num_summed_shares)
         total = torch.zeros((), device=self._device)
         for index, (inputs, targets) in enumerate(cut_batch(batch, self._plan, self._device)):
             with self._recorder.span(COMPUTE, "forward", step=step, microbatch=index):

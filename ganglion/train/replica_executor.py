@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from ganglion.comm import Group, World
 from ganglion.gradients import GradientReducer, clip_by_norm, global_norm
 from ganglion.trace import COMPUTE, HOST, Recorder
+from ganglion.train.averaged import Averaged, averaging_around
 from ganglion.train.device import peak_bytes
 from ganglion.train.executor import Share, StepResult
 from ganglion.train.replica import Replica
@@ -34,10 +36,12 @@ class ReplicaExecutor:
         max_grad_norm: float,
         device: torch.device,
         norm_group: Group | None = None,
+        averaged: Averaged | None = None,
     ) -> None:
         """Join a replica with its gradients and optimizers; `set_lr(step)` sets the rate.
 
-        With a `norm_group`, the ranks of it hold parts of the gradients.
+        With a `norm_group`, the ranks of it hold parts of the gradients; `averaged` weights are
+        those of one worker.
         """
         self._world = world
         self._replica = replica
@@ -48,6 +52,7 @@ class ReplicaExecutor:
         self._max_grad_norm = max_grad_norm
         self._device = device
         self._norm_group = norm_group
+        self._averaged = averaged
         self._step = 0
         self._stop = False
 
@@ -60,12 +65,15 @@ class ReplicaExecutor:
         """Train on a batch and yield its result."""
         step = self._step
         self._recorder.step = step
+        if self._averaged is not None:
+            self._averaged.begin_pass()
         loss = self._replica.forward_backward(batch, step)
         with self._recorder.span(COMPUTE, "update", step=step):
             grad_norm = self._clip()
             lr = self._set_lr(step)
-            for optimizer in self._optimizers:
-                optimizer.step()
+            with averaging_around(self._averaged, lr):
+                for optimizer in self._optimizers:
+                    optimizer.step()
         self._replica.on_change()
         self._step += 1
         yield self._agree(loss, grad_norm, lr)
@@ -80,11 +88,13 @@ class ReplicaExecutor:
 
     def evaluate(self, batch: Share) -> float | None:
         """Return the mean loss of this rank's share of a batch."""
-        return float(self._replica.evaluate(batch))
+        with self._at_center():
+            return float(self._replica.evaluate(batch))
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Return what the newest weights make of some inputs."""
-        return self._replica.outputs(inputs)
+        with self._at_center():
+            return self._replica.outputs(inputs)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop."""
@@ -96,7 +106,20 @@ class ReplicaExecutor:
 
     def close(self) -> None:
         """Let go of the gradients."""
+        if self._averaged is not None:
+            self._averaged.close()
         self._reducer.close()
+
+    @contextmanager
+    def _at_center(self) -> Iterator[None]:
+        """Compute with the weights of the centre, if there is one."""
+        if self._averaged is None:
+            yield
+            return
+        with self._averaged.center_weights():
+            self._replica.on_change()
+            yield
+        self._replica.on_change()
 
     def _clip(self) -> Tensor:
         buffers = self._reducer.buffers
@@ -114,13 +137,15 @@ class ReplicaExecutor:
 
     def _agree(self, loss: Tensor, grad_norm: Tensor, lr: float) -> StepResult:
         """Exchange the few numbers of a step, so that every rank reports the same."""
-        mine = [float(loss), float(self._stop), float(peak_bytes(self._device))]
+        numbers = (loss, self._stop, peak_bytes(self._device), grad_norm)
+        mine = [float(number) for number in numbers]
         with self._recorder.span(HOST, "agree", step=self._step - 1):
             table = self._world.gather_numbers(mine)
         return StepResult(
             step=self._step,
             loss=float(table[:, 0].mean()),
-            grad_norm=float(grad_norm),
+            # Workers of elastic averaging have gradients of their own.
+            grad_norm=mine[3] if self._averaged is None else float(table[:, 3].mean()),
             lr=lr,
             peak_bytes=int(table[:, 2].max()),
             stop_requested=bool(table[:, 1].any()),

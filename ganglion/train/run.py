@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ganglion.averaging.method import ExchangeMetrics
 from ganglion.checkpoint import JSON
 from ganglion.data import Batches, MapDataset, Sampler, share_index
 from ganglion.tensor import TensorReport
@@ -110,7 +111,7 @@ class Run:
         of the first samples count.
         """
         self._keep(self._parts.executor.drain())
-        group = self.world.group("data", "z")
+        group = self.world.group(*self.plan.summed_axes)
         for buffer in self._parts.buffers.values():
             group.broadcast(buffer).wait()
 
@@ -144,6 +145,11 @@ class Run:
     def tensor_report(self) -> TensorReport | None:
         """Return what was split over x, y and z, and what was not and why; None without them."""
         return self._parts.tensor_report
+
+    def exchanges(self) -> ExchangeMetrics | None:
+        """Return what this worker saw of elastic averaging; None without it."""
+        averaged = self._parts.averaged
+        return averaged[0].metrics() if averaged else None
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients by name, after reduction and clipping."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 _MODEL = "model."
 _OLDER = "older."
+_WORKER = "worker"  # and its number: what belongs to one worker of elastic averaging
 _FEEDBACK = "feedback."
 _HAS_FEEDBACK = "error_feedback"
+_NUM_EXCHANGES = "exchanges"
 
 
 def save_run(
@@ -50,14 +53,19 @@ def save_run(
         step=step,
         plan=parts.plan,
         optimizer=optimizer_record(parts.optimizers),
-        extra={**extra, "seed": parts.seed, _HAS_FEEDBACK: parts.feedback is not None},
+        extra={
+            **extra,
+            "seed": parts.seed,
+            _HAS_FEEDBACK: parts.feedback is not None,
+            _NUM_EXCHANGES: max((a.metrics().num_exchanges for a in parts.averaged), default=0),
+        },
     )
     check_state_shapes(parts.optimizers, _places(parts))
     if parts.world.rank == 0:
         remove_incomplete(folder)
     return save(
         folder,
-        _tensors(parts),
+        _tensors(parts, by_worker=parts.plan.averages),
         state,
         parts.world,
         process_group=_process_group(parts.world),
@@ -72,9 +80,16 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     if path is None:
         return None
     _check_feedback(parts, path)
-    prepare_optimizers(parts.optimizers, path, _places(parts))
-    state = load(path, _tensors(parts), process_group=_process_group(parts.world))
+    saved = read_state(path).plan
+    by_worker = saved.averages and parts.plan.averages and saved.data == parts.plan.data
+    _prepare_optimizers(parts, path, saved, by_worker)
+    tensors = _tensors(parts, by_worker=by_worker)
+    group, leaving = _process_group(parts.world), () if by_worker else (_WORKER,)
+    state = load(path, tensors, process_group=group, leaving=leaving)
     check_state_shapes(parts.optimizers, _places(parts))
+    for averaged in parts.averaged:
+        num_exchanges = int(cast(int, state.extra.get(_NUM_EXCHANGES, 0)))
+        averaged.restart(state.step, num_exchanges, at_weights=not by_worker)
     logger.info("resumed from %s at step %d", path, state.step)
     for line in (*_changes(parts, state), *changed_settings(parts.optimizers, state.optimizer)):
         logger.warning("resumed from %s with other settings: %s", path, line)
@@ -109,20 +124,45 @@ def _stages_of(plan: Plan) -> tuple[int, str, int]:
     return plan.pipe, plan.schedule, plan.chunks
 
 
-def _tensors(parts: RunParts) -> dict[str, Saveable]:
-    """Return everything of the run that is a tensor, with where pieces belong."""
-    places = _places(parts)
+def _prepare_optimizers(parts: RunParts, path: Path, saved: Plan, by_worker: bool) -> None:
+    """Make room for the state that continues; that of workers is of no use to other workers."""
+    if by_worker or not saved.averages:
+        owner = _worker(parts) if by_worker else ""
+        prepare_optimizers(parts.optimizers, path, _places(parts), owner)
+        return
+    for optimizer in parts.optimizers:
+        optimizer.state.clear()
+    logger.warning(
+        "%s holds %d workers of elastic averaging, not those of this run: it begins at their "
+        "centre, with new optimizer state",
+        *(path, saved.data),
+    )
+
+
+def _worker(parts: RunParts) -> str:
+    """Return what the names of this worker's own tensors begin with."""
+    return f"{_WORKER}{parts.world.coordinates.data}."
+
+
+def _tensors(parts: RunParts, *, by_worker: bool) -> dict[str, Saveable]:
+    """Return everything of the run that is a tensor, with where pieces belong.
+
+    `by_worker`: the model is the centre, and each worker has weights and optimizer of its own.
+    """
+    places, owner = _places(parts), _worker(parts) if by_worker else ""
     kinds = {
-        _MODEL: parts.model_tensors(),
+        _MODEL: parts.shared_tensors() if by_worker else parts.model_tensors(),
         _OLDER: parts.executor.older_weights(),
         _FEEDBACK: parts.feedback or {},
     }
+    if by_worker:
+        kinds[owner + _MODEL] = parts.model_tensors()
     named = {
         kind + name: places.piece(name, tensor)
         for kind, tensors in kinds.items()
         for name, tensor in tensors.items()
     }
-    return {**named, **optimizer_pieces(parts.optimizers, places)}
+    return {**named, **optimizer_pieces(parts.optimizers, places, owner)}
 
 
 def _places(parts: RunParts) -> Places:
@@ -146,7 +186,7 @@ def _whole_model(parts: RunParts) -> dict[str, Tensor] | None:
     group = world.group(*TENSOR_AXES, "pipe")
     if world.coordinates.data > 0:
         return None
-    held = {name: places.piece(name, tensor) for name, tensor in parts.model_tensors().items()}
+    held = {name: places.piece(name, tensor) for name, tensor in parts.shared_tensors().items()}
     return gather_whole(held, group, parts.device)
 
 

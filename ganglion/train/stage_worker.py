@@ -24,6 +24,7 @@ from ganglion.gradients import GradientBuckets, clip_by_norm
 from ganglion.pipeline import ErrorFeedback, Stage, WeightVersions
 from ganglion.schedules.action import Action
 from ganglion.tensor import Weights
+from ganglion.train.averaged import Averaged, averaging_around
 from ganglion.train.exchange import Exchange
 
 TIED = "tied"
@@ -55,6 +56,7 @@ class StagePart:
     feedback: ErrorFeedback | None = None
     ties: tuple[Tie, ...] = ()
     num_sets: int = 1
+    averaged: Averaged | None = None
 
     def select(self, version: int) -> bool:
         """Let the parameters be those of a version; say whether they were others."""
@@ -104,6 +106,8 @@ class StageWorker:
         """Run a forward; return what goes to the next stage."""
         part = self._parts[action.stage]
         self._select(part, version)
+        if part.averaged is not None:
+            part.averaged.begin_pass()
         if hidden is None:
             hidden = self._inputs.pop(action.index)
         return part.stage.forward(action.index, hidden)
@@ -228,12 +232,13 @@ class StageWorker:
         if self._max_grad_norm > 0:
             norm = torch.tensor(self._exchange.norm(batch), dtype=torch.float64)
             clip_by_norm(part.buckets.buffers(which), norm, self._max_grad_norm)
-        self._set_lr(batch)
+        lr = self._set_lr(batch)
         if part.versions is not None:
             part.versions.begin_update()
             part.versions.take_gradients()
-        for optimizer in part.optimizers:
-            optimizer.step()
+        with averaging_around(part.averaged, lr):
+            for optimizer in part.optimizers:
+                optimizer.step()
         if part.feedback is not None:
             part.feedback.correct()
         if part.versions is not None:

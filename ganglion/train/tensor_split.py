@@ -49,9 +49,9 @@ class Splitting:
     whole_output: Callable[[Tensor], Tensor] = lambda output: output
 
 
-def unsplit(world: World) -> Splitting:
-    """Return what holds without tensor axes: gradients are summed over the replicas."""
-    return Splitting(reach=Reach(plain_group(world.group("data"))))
+def unsplit(world: World, summed_axes: tuple[str, ...]) -> Splitting:
+    """Return what holds without tensor axes: gradients are summed over the replicas, if at all."""
+    return Splitting(reach=Reach(plain_group(world.group(*summed_axes))))
 
 
 def split_request(
@@ -60,7 +60,7 @@ def split_request(
     """Return the request with split blocks and their loss; the given blocks are used up."""
     world = request.world
     if not is_split(world.mesh):
-        return request, unsplit(world)
+        return request, unsplit(world, request.plan.summed_axes)
     cuts = tensor_cuts(request.blocks) if cuts is None else cuts
     names = (*named_parameters(request.blocks), *named_buffers(request.blocks))
     split = apply_tensor_parallel(request.blocks, world, cuts.modules, settings)
@@ -69,7 +69,7 @@ def split_request(
     group = split.grid.group(cuts.output_axis, "output")
     placements = {name: split.report.placements[name] for name in names}
     splitting = Splitting(
-        reach=_reaches(placements, world),
+        reach=_reaches(placements, world, request.plan.summed_axes),
         placements=placements,
         weights=split.weights,
         report=split.report,
@@ -91,15 +91,20 @@ def make_blocks_real(request: RunRequest, splitting: Splitting, block_names: Ite
     make_real(tensors, request.initial, splitting.placements, request.world, request.device)
 
 
-def _reaches(placements: Mapping[str, Placement], world: World) -> dict[str, Reach]:
-    """Return over which ranks each gradient is summed.
+def _reaches(
+    placements: Mapping[str, Placement], world: World, summed_axes: tuple[str, ...]
+) -> dict[str, Reach]:
+    """Return over which ranks each gradient is summed: copies of it along `summed_axes`.
 
     All groups are made first, in one order: stages have different parameters, and every rank must
     take part in making every group.
     """
     wanted: tuple[tuple[str, ...], ...] = (("data",), ("data", "z"))
     # Of their own: when a sum starts depends on messages, while layers gather in a fixed order.
-    groups = {axes: plain_group(world.group(*axes, use="gradients")) for axes in wanted}
+    groups = {
+        axes: plain_group(world.group(*({*axes} & {*summed_axes}), use="gradients"))
+        for axes in wanted
+    }
     return {
         name: Reach(groups[tuple(sorted(place.replicated))], place.num_copies(world.mesh))
         for name, place in placements.items()

@@ -215,6 +215,37 @@ def test_reserved_sections_reach_the_plan() -> None:
     assert (plan.averaging, plan.recompute) == ("sync_easgd", "full")
 
 
+@pytest.mark.parametrize(
+    ("averaging", "schedule", "text"),
+    [
+        ({"beta": 1.5}, "1f1b", r"beta = 1.5 gives alpha = 0.375 .* = 1.5, above 1.*unsafe=True"),
+        ({"alpha": 0.3}, "1f1b", r"alpha = 0.3 gives alpha = 0.3 and beta = 4 workers .* = 1.2"),
+        ({"alpha": 0.1, "rho": 1.0}, "1f1b", "exactly one of alpha, beta and rho"),
+        ({"alpha": 0.45, "unsafe": True}, "1f1b", r"diverges .* below .* = 0.4 with P = 4"),
+        ({"method": "local_sgd", "beta": 0.9}, "1f1b", r"averaging.beta = 0.9 means nothing"),
+        ({}, "2bw", r"averaging.method = 'sync_easgd' .* parallel.schedule = 'two_bw' keeps older"),
+    ],
+)
+def test_averaging_that_cannot_work_is_refused(
+    averaging: dict[str, object], schedule: str, text: str
+) -> None:
+    section = {"method": "sync_easgd", **averaging}
+    with pytest.raises(ConfigError, match=text):
+        resolve(
+            load(
+                averaging=section,
+                parallel={"schedule": schedule, "pipe": 2},
+                train={"global_batch_size": 32, "microbatch_size": 2},
+            ),
+            8,
+        )
+
+
+def test_averaging_has_a_rate_without_one() -> None:
+    plan = resolve(load(averaging={"method": "sync_easgd"}), 4)
+    assert (plan.summed_axes, plan.num_summed_shares, plan.num_shares) == (("z",), 1, 4)
+
+
 def test_an_unknown_recomputation_is_refused_by_its_key() -> None:
     with pytest.raises(ConfigError, match=r"memory.recompute = 'ful' cannot be used.*'full'"):
         load(memory={"recompute": "ful"})

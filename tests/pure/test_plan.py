@@ -70,7 +70,6 @@ def test_impossible_plans_are_refused(fields: dict[str, object], text: str) -> N
 
 UNBUILT = {
     "offload": "host",
-    "averaging": "sync_easgd",
     "servers": 1,
 }
 

@@ -91,7 +91,12 @@ def test_printed_config_can_be_used(tmp_path: Path) -> None:
             'muon" needs whole matrices, but parallel.x = 2',
         ),
         (["train", "--parallel.pipe", "11"], "parallel.pipe = 11 makes 11 stages, but the model"),
-        (["train", "--averaging.method", "sync_easgd"], "averaging.method = 'sync_easgd' is not"),
+        (["train", "--averaging.method", "easgd"], "averaging.method = 'easgd' cannot be used"),
+        (["train", "--averaging.servers", "1"], "averaging.servers = 1 is not built yet"),
+        (
+            ["verify", "--nproc", "2", "--averaging.method", "sync_easgd"],
+            'averaging.method = "sync_easgd" trains 2 models, which no training on one process is',
+        ),
         (["train", "--plan", "no.json"], "--plan no.json cannot be read"),
         (
             ["train", "--plan", "no.json", "--parallel.keep_gathered", "true"],

@@ -52,6 +52,7 @@ def test_the_surface_is_pinned() -> None:
         "close",
         "drain",
         "evaluate",
+        "exchanges",
         "gradients",
         "load",
         "model_tensors",

@@ -1,0 +1,52 @@
+"""Whether replicas can be workers of elastic averaging, and at what rate, from numbers alone."""
+
+from __future__ import annotations
+
+from ganglion.config.schema import AveragingSection, RunFile
+from ganglion.errors import ConfigError, NotBuiltError
+from ganglion.plan import SYNC_EASGD, Plan
+from ganglion.schedules import RankSchedule, planned_schedule
+from ganglion.schedules.elastic_rates import ElasticRate
+
+DEFAULT_BETA = 0.9
+
+
+def check_averaging(run: RunFile, plan: Plan) -> None:
+    """Refuse rates that diverge, rates that nobody reads, and schedules with older weights."""
+    section = run.averaging
+    rates = given_rates(section)
+    if not plan.averages:
+        return
+    check_flushes(plan, planned_schedule(plan, 0))
+    if plan.averaging == SYNC_EASGD:
+        elastic_rate(section).checked_alpha(run.optimizer.lr, plan.data, section.tau)
+    elif rates:
+        name, value = next(iter(rates.items()))
+        raise ConfigError(
+            f"averaging.{name} = {value:g} means nothing to averaging.method = "
+            f'"{plan.averaging}", which goes to the mean: leave it out'
+        )
+
+
+def check_flushes(plan: Plan, schedule: RankSchedule) -> None:
+    """Refuse a schedule whose weights have versions: an exchange would reach one of them."""
+    if plan.averages and not schedule.flushes:
+        raise NotBuiltError(
+            f"averaging.method = {plan.averaging!r} moves weights of which parallel.schedule = "
+            f"{plan.schedule!r} keeps older versions: choose a schedule that flushes, such as "
+            f"one_f_one_b"
+        )
+
+
+def elastic_rate(section: AveragingSection) -> ElasticRate:
+    """Return the one rate that a run file names, or the usual one."""
+    rates = given_rates(section) or {"beta": DEFAULT_BETA}
+    return ElasticRate(
+        rates.get("alpha"), rates.get("beta"), rates.get("rho"), unsafe=section.unsafe
+    )
+
+
+def given_rates(section: AveragingSection) -> dict[str, float]:
+    """Return the rates that a run file names; 0 is none."""
+    rates = {"alpha": section.alpha, "beta": section.beta, "rho": section.rho}
+    return {name: rate for name, rate in rates.items() if rate > 0}

@@ -1,0 +1,135 @@
+"""Elastic averaging of runs over real processes: equal to the workers written out, and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ganglion import Plan
+from ganglion.comm import World, torch_world
+from ganglion.train import Run
+from ganglion.train.averaged import AveragingSettings
+from tests.averaged import Weights, WorkerSaw, assert_equals, seen, train_averaged, train_workers
+from tests.command import TINY, ganglion, metrics_of
+from tests.harness import Ranks
+from tests.serial import History, assert_same_by_name, copies
+from tests.training import Case, make_batches, make_run, share_of
+
+SETTINGS = AveragingSettings(tau=2, alpha=0.3)
+CASE = Case(model="wide_gpt", num_steps=5, max_grad_norm=0.3, averaging=SETTINGS)
+SAVED_AT = 3
+
+
+def planned(method: str = "sync_easgd", **axes: int) -> Plan:
+    plan = Plan(averaging=method, **axes)  # type: ignore[arg-type]
+    size = CASE.global_batch_size // plan.num_shares
+    return dataclasses.replace(plan, microbatch_size=size)
+
+
+def train_on(world: World, plan: Plan, case: Case) -> WorkerSaw:
+    return train_averaged(torch_world(world.rank, plan.mesh(), timeout_s=30.0), plan, case)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "pipe": 2}, {"data": 2, "z": 2}], ids=str)
+def test_processes_equal_workers_written_out(ranks: Ranks, axes: dict[str, int]) -> None:
+    plan = planned(**axes)
+    found = ranks.run(plan.num_ranks, train_on, plan, CASE)
+    assert_equals(found, train_workers(CASE, 2, tau=2, alpha=0.3))
+
+
+def open_run(world: World, plan: Plan, case: Case) -> Run:
+    return make_run(torch_world(world.rank, plan.mesh(), timeout_s=30.0), plan, case)
+
+
+def train_until(run: Run, case: Case, until: int) -> History:
+    history = History()
+    batches = [share_of(batch, run.world, run.plan) for batch in make_batches(case)]
+    for result in run.steps(batches[run.step :], until=until):
+        history.losses.append(result.loss)
+    history.weights = copies(run.model_tensors())
+    return history
+
+
+def save_and_go_on(world: World, plan: Plan, case: Case, folder: str) -> WorkerSaw:
+    run = open_run(world, plan, case)
+    train_until(run, case, SAVED_AT)
+    run.save(folder)
+    return seen(run, case, train_until(run, case, case.num_steps))
+
+
+def resume(world: World, plan: Plan, case: Case, folder: str) -> WorkerSaw:
+    run = open_run(world, plan, case)
+    train_until(run, dataclasses.replace(case, num_steps=1), 1)  # its weights and centre are wrong
+    assert run.load(folder)
+    assert run.step == SAVED_AT
+    return seen(run, case, train_until(run, case, case.num_steps))
+
+
+@pytest.mark.parametrize("method", ["sync_easgd", "local_sgd"])
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "pipe": 2}, {"data": 2, "z": 2}], ids=str)
+def test_a_resumed_run_repeats_every_bit(
+    ranks: Ranks, tmp_path: Path, axes: dict[str, int], method: str
+) -> None:
+    averaging = SETTINGS if method == "sync_easgd" else AveragingSettings(tau=2)
+    case = dataclasses.replace(CASE, dtype=torch.float32, averaging=averaging)
+    plan = planned(method, **axes)
+    first = ranks.run(plan.num_ranks, save_and_go_on, plan, case, str(tmp_path))
+    again = ranks.run(plan.num_ranks, resume, plan, case, str(tmp_path))
+    for one, other in zip(first, again, strict=True):
+        assert one.held.history.losses == other.held.history.losses
+        assert one.num_exchanges == other.num_exchanges
+        assert_same_by_name(one.held.history.weights, other.held.history.weights, exactly=True)
+        assert_same_by_name(one.center, other.center, exactly=True)
+
+
+def save(world: World, plan: Plan, case: Case, folder: str) -> Weights:
+    run = open_run(world, plan, case)
+    train_until(run, case, SAVED_AT)
+    run.save(folder)
+    return copies(run._parts.shared_tensors())
+
+
+def begin_at(world: World, plan: Plan, case: Case, folder: str) -> tuple[Weights, Weights]:
+    run = open_run(world, plan, case)
+    assert run.load(folder)
+    found = copies(run.model_tensors()), copies(run._parts.shared_tensors())
+    train_until(run, case, case.num_steps)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (planned(data=4), planned(data=2)),
+        (planned(data=2), planned("local_sgd", data=4)),
+        (planned(data=2), planned("none", data=2)),
+        (planned("none", data=2), planned(data=4)),
+    ],
+    ids=["fewer", "more_and_other", "to_plain", "from_plain"],
+)
+def test_others_begin_at_the_centre(
+    ranks: Ranks, tmp_path: Path, before: Plan, after: Plan
+) -> None:
+    case = dataclasses.replace(CASE, averaging=AveragingSettings(tau=2))
+    (center, *_) = ranks.run(before.num_ranks, save, before, case, str(tmp_path))
+    for weights, shared in ranks.run(after.num_ranks, begin_at, after, case, str(tmp_path)):
+        assert_same_by_name(weights, center, exactly=True)
+        assert_same_by_name(shared, center, exactly=True)
+    (path,) = tmp_path.glob(f"step-*{SAVED_AT}/model.safetensors")
+    assert_same_by_name(load_file(path), center, exactly=True)
+
+
+def test_the_command_trains_resumes_and_writes_metrics(tmp_path: Path) -> None:
+    options = [*TINY, "--averaging.method", "sync_easgd", "--averaging.tau", "2"]
+    first = ganglion(
+        "train", *options, "--nproc", "2", "--output.dir", "run", "--train.steps", "6", cwd=tmp_path
+    )
+    assert first.returncode == 0, first.stderr
+    records = metrics_of(tmp_path / "run")
+    assert [record["exchanges"] for record in records] == [1, 1, 2, 2, 3, 3]
+    assert all(record["consensus"] > 0 for record in records)
+    assert "val_loss" in records[-1]
