@@ -212,9 +212,7 @@ class HogwildEasgd(_Hogwild):
 
     def _subtract(self) -> None:
         if self._force is not None:
-            worker = self._packed.gather()
-            worker.sub_(self._force.to(worker.device))
-            self._packed.scatter()
+            self._packed.subtract(self._force)
             self._force = None
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from ganglion.averaging.method import ExchangeMetrics, State
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.sums import Bounds, Meter, Sum, Votes
-from ganglion.averaging.sync import consensus
+from ganglion.averaging.sync import consensus, turns_seen
 from ganglion.errors import CommError, ConfigError
 from ganglion.schedules.sync_exchange import Exchange, SyncExchange
 
@@ -143,19 +142,8 @@ class OuterAveraging:
 
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""
-        turns, meter = self.turns, self._meter
-        return ExchangeMetrics(
-            num_workers=len(turns.members),
-            num_steps=turns.step,
-            num_exchanges=turns.version,
-            num_discarded=turns.num_discarded,
-            sent_bytes=meter.sent_bytes,
-            wait_s=meter.wait_s,
-            comm_s=meter.comm_s,
-            exposed_s=min(meter.wait_s, meter.comm_s),
-            staleness=Counter({0: turns.version}),
-            consensus=consensus(self._packed.gather(), self._center),
-        )
+        distance = consensus(self._packed.gather(), self._center)
+        return dataclasses.replace(turns_seen(self.turns, self._meter), consensus=distance)
 
     def state_dict(self) -> State:
         """Return the centre, the outer optimizer, the counts and what is in flight."""

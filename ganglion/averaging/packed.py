@@ -98,6 +98,11 @@ class Packed:
                 part = self.flat[piece.start : piece.start + piece.storage.numel()]
                 piece.storage.copy_(part)
 
+    def subtract(self, force: Tensor) -> None:
+        """Move the weights by a force, wherever that lies."""
+        self.gather().sub_(force.to(self.flat.device))
+        self.scatter()
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the parts of any vector of this layout by name, as views."""
         return {entry.name: entry.view(flat) for entry in self.entries}

@@ -184,9 +184,7 @@ class _Elastic(_Served):
 
     def _subtract(self) -> None:
         if self._has_force:
-            worker = self._packed.gather()
-            worker.sub_(self._force.to(worker.device))
-            self._packed.scatter()
+            self._packed.subtract(self._force)
             self._has_force = False
 
     def _take_force(self, part: Part, worker: Tensor, center: Tensor) -> Tensor:

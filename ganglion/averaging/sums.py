@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ganglion.averaging.method import ExchangeMetrics
 from ganglion.comm import Group, Handle
 
 Bounds = Sequence[tuple[int, int]]
@@ -40,6 +41,15 @@ class Meter:
         if begun:
             ends = [now_s if h.finished_s is None else h.finished_s for h in handles]
             self.comm_s += max(0.0, max(ends) - min(begun))
+
+    def metrics(self) -> ExchangeMetrics:
+        """Return what was measured, with all else left open."""
+        return ExchangeMetrics(
+            sent_bytes=self.sent_bytes,
+            wait_s=self.wait_s,
+            comm_s=self.comm_s,
+            exposed_s=min(self.wait_s, self.comm_s),
+        )
 
 
 class Sum(Protocol):

@@ -19,6 +19,7 @@ momentum, that is the formula above; for others the force stays outside the prec
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -100,20 +101,9 @@ class SyncEasgd:
 
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""
-        turns, meter = self.turns, self._meter
-        return ExchangeMetrics(
-            num_workers=len(turns.members),
-            num_steps=turns.step,
-            num_exchanges=turns.version,
-            num_discarded=turns.num_discarded,
-            sent_bytes=meter.sent_bytes,
-            wait_s=meter.wait_s,
-            comm_s=meter.comm_s,
-            exposed_s=min(meter.wait_s, meter.comm_s),
-            staleness=Counter({0: turns.version}),
-            consensus=consensus(self._packed.gather(), self._center.flat),
-            force=self._force_norm(),
-        )
+        distance = consensus(self._packed.gather(), self._center.flat)
+        seen = turns_seen(self.turns, self._meter)
+        return replace(seen, consensus=distance, force=self._force_norm())
 
     def state_dict(self) -> State:
         """Return the centre and the counts; what is in flight starts again after a resume."""
@@ -180,9 +170,7 @@ class SyncEasgd:
 
     def _subtract(self) -> None:
         if self._force is not None:
-            worker = self._packed.gather()
-            worker.sub_(self._force.to(worker.device))
-            self._packed.scatter()
+            self._packed.subtract(self._force)
             self._force = None
 
     def _drop(self) -> None:
@@ -199,6 +187,18 @@ class SyncEasgd:
         if self._last_force is None or self._awaited is not None:
             return 0.0  # nothing was exchanged yet, or its memory is in use again
         return float(torch.linalg.vector_norm(self._last_force))
+
+
+def turns_seen(turns: SyncExchange, meter: Meter) -> ExchangeMetrics:
+    """Return what synchronous turns are like: all workers know the newest centre."""
+    return replace(
+        meter.metrics(),
+        num_workers=len(turns.members),
+        num_steps=turns.step,
+        num_exchanges=turns.version,
+        num_discarded=turns.num_discarded,
+        staleness=Counter({0: turns.version}),
+    )
 
 
 def consensus(worker: Tensor, center: Tensor) -> float:
@@ -245,15 +245,11 @@ class SyncSgd:
 
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far; every step is an exchange."""
-        meter = self._meter
-        return ExchangeMetrics(
+        return replace(
+            self._meter.metrics(),
             num_workers=self._group.size,
             num_steps=self._num_steps,
             num_exchanges=self._num_steps,
-            sent_bytes=meter.sent_bytes,
-            wait_s=meter.wait_s,
-            comm_s=meter.comm_s,
-            exposed_s=min(meter.wait_s, meter.comm_s),
             staleness=Counter({0: self._num_steps}),
         )
 
