@@ -14,7 +14,7 @@ from ganglion.cli.overrides import split_overrides
 from ganglion.errors import GanglionError
 
 USAGE_ERROR = 2
-_TAKE_OVERRIDES = ("train", "verify")
+_TAKE_OVERRIDES = ("train", "verify", "memory")
 
 app = typer.Typer(
     name="ganglion",
@@ -254,6 +254,37 @@ def simulate(
 
 
 @app.command()
+def memory(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to run.")],
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A cluster file, or a built-in one: says what fits."),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; by default one replica, or a full cluster."),
+    ] = None,
+    plan: PlanOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print bytes as JSON.")] = False,
+) -> None:
+    """Say what each rank will hold, by category. Takes --section.key VALUE as train.
+
+    Ends with 1 if a rank needs more than the cluster's compute.memory_gib.
+    """
+    from ganglion.cli.memory import MemoryRequest, memory_command
+
+    request = MemoryRequest(
+        file=file,
+        cluster=cluster,
+        nproc=nproc,
+        plan_file=plan,
+        overrides=_overrides(context, None),
+    )
+    raise typer.Exit(memory_command(request, as_json=as_json))
+
+
+@app.command()
 def trace(
     path: Annotated[
         Path, typer.Argument(metavar="TRACE", help="A run's folder, or a .jsonl file of events.")
@@ -279,7 +310,8 @@ def main() -> None:
         arguments, overrides = split_overrides(sys.argv[1:])
         if overrides and not any(command in arguments for command in _TAKE_OVERRIDES):
             raise GanglionError(
-                f"--{overrides[0][0]} is a run-file key: only `train` and `verify` take those"
+                f"--{overrides[0][0]} is a run-file key: only `train`, `verify` and `memory` take "
+                f"those"
             )
         app(args=arguments, obj={"overrides": overrides})
     except GanglionError as error:

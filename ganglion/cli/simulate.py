@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ganglion import trace
-from ganglion.config import RunFile, load_run_file, model_shape, read_toml, resolve
+from ganglion.config import RunFile, expected_shape, load_run_file, read_toml, resolve
 from ganglion.config.shapes import ConvShape, GPTShape
 from ganglion.costs import (
     BlockCost,
@@ -112,7 +112,7 @@ def _plan_and_times(request: SimulateRequest, cluster: Cluster) -> tuple[Plan, l
         check_planned(plan)
         return plan, stage_times_from_file(cluster, plan.pipe, plan)
     run = load_run_file(read_toml(file), (), str(file))
-    plan = resolve(run, request.nproc or _num_ranks(run, cluster))
+    plan = resolve(run, request.nproc or num_cluster_ranks(run, cluster))
     if cluster.stages is not None:
         return plan, stage_times_from_file(cluster, plan.pipe, plan)
     stage_map = planned_stage_map(plan)
@@ -135,7 +135,7 @@ def _text(file: Path) -> str:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def _num_ranks(run: RunFile, cluster: Cluster) -> int | None:
+def num_cluster_ranks(run: RunFile, cluster: Cluster) -> int | None:
     """Return the ranks of a cluster that says how many it has; a plan must fill them all."""
     if cluster.num_nodes is None:
         return None
@@ -161,25 +161,13 @@ def _blocks(run: RunFile, plan: Plan, file: Path) -> list[BlockCost]:
             f"{file}: {key} is code of your own, whose cost cannot be known before it runs: write "
             f"its times as [stages] into the cluster file"
         )
-    num_outputs, inputs = _data_shape(run)
-    shape = model_shape(run.model, num_outputs=num_outputs, input_shape=inputs)
+    shape = expected_shape(run)
     size = plan.microbatch_size
     if isinstance(shape, GPTShape):
         return gpt_blocks(**asdict(shape), microbatch_size=size)
     if isinstance(shape, ConvShape):
         return conv_blocks(**asdict(shape), microbatch_size=size)
     return mlp_blocks(**asdict(shape), microbatch_size=size)
-
-
-def _data_shape(run: RunFile) -> tuple[int, tuple[int, ...]]:
-    """Return the classes and the shape of a sample that the data will have, without opening them.
-
-    Images count as 28 x 28 in one channel with 10 classes, as the built-in sets have them.
-    """
-    if run.data.kind == "images":
-        return 10, (1, 28, 28)
-    vocab_size = 256 if run.data.tokenizer == "bytes" else run.data.bpe_vocab_size
-    return run.model.vocab_size or vocab_size, (run.data.seq_len,)
 
 
 def _disturbances(request: SimulateRequest, plan: Plan) -> tuple[Disturbance, ...]:

@@ -1,6 +1,8 @@
 """The run file: its schema, its reading and writing, and its resolution into a Plan."""
 
+from ganglion.config.expected import expected_shape
 from ganglion.config.load import Override, known_keys, load_run_file, read_toml
+from ganglion.config.memory import MemoryOptions, predicted_memory
 from ganglion.config.render import render_run_file
 from ganglion.config.resolve import check_error_feedback, check_plan, model_shape, resolve
 from ganglion.config.schema import RunFile
@@ -10,14 +12,17 @@ __all__ = [
     "ConvShape",
     "GPTShape",
     "MLPShape",
+    "MemoryOptions",
     "ModelShape",
     "Override",
     "RunFile",
     "check_error_feedback",
     "check_plan",
+    "expected_shape",
     "known_keys",
     "load_run_file",
     "model_shape",
+    "predicted_memory",
     "read_toml",
     "render_run_file",
     "resolve",

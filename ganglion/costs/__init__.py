@@ -1,9 +1,33 @@
 """What things cost: cluster files, times of stages and links, and limits that follow from them."""
 
+from ganglion.costs.activations import (
+    BlockActivations,
+    Layout,
+    conv_activations,
+    gpt_activations,
+    mlp_activations,
+)
 from ganglion.costs.blocks import BlockCost, conv_blocks, gpt_blocks, mlp_blocks
 from ganglion.costs.cluster import Cluster, Link, builtin_clusters, find_cluster, read_cluster
 from ganglion.costs.limit import injection_limit
+from ganglion.costs.memory import (
+    CATEGORIES,
+    FP32,
+    MIXED,
+    TWO_MASTERS,
+    Formats,
+    Memory,
+    StateRules,
+    Tier,
+    state_memory,
+)
 from ganglion.costs.network import Ring, link_between, rings_along
+from ganglion.costs.parameters import (
+    Parameter,
+    conv_parameters,
+    gpt_parameters,
+    mlp_parameters,
+)
 from ganglion.costs.stages import balanced_boundaries, stage_times, stage_times_from_file
 from ganglion.costs.tensor_bytes import (
     PAPER,
@@ -15,30 +39,60 @@ from ganglion.costs.tensor_bytes import (
     tensor_traffic,
 )
 from ganglion.costs.times import StageTimes
+from ganglion.costs.working_memory import (
+    StageBlocks,
+    activation_memory,
+    gathered_memory,
+    message_memory,
+    with_norm,
+)
 
 __all__ = [
+    "CATEGORIES",
+    "FP32",
+    "MIXED",
     "PAPER",
+    "TWO_MASTERS",
+    "BlockActivations",
     "BlockCost",
     "Cluster",
+    "Formats",
+    "Layout",
     "Link",
     "Matmul",
+    "Memory",
+    "Parameter",
     "Repeats",
     "Ring",
+    "StageBlocks",
     "StageTimes",
+    "StateRules",
+    "Tier",
     "Traffic",
+    "activation_memory",
     "balanced_boundaries",
     "builtin_clusters",
+    "conv_activations",
     "conv_blocks",
+    "conv_parameters",
     "find_cluster",
+    "gathered_memory",
+    "gpt_activations",
     "gpt_blocks",
     "gpt_matmuls",
+    "gpt_parameters",
     "injection_limit",
     "link_between",
+    "message_memory",
+    "mlp_activations",
     "mlp_blocks",
+    "mlp_parameters",
     "read_cluster",
     "ring_sent",
     "rings_along",
     "stage_times",
     "stage_times_from_file",
+    "state_memory",
     "tensor_traffic",
+    "with_norm",
 ]

@@ -3,6 +3,7 @@
 from ganglion.schedules.buckets import Bucket, plan_buckets
 from ganglion.schedules.follow import Follower
 from ganglion.schedules.forward_only import ForwardOnly
+from ganglion.schedules.holding import Holding, planned_holding
 from ganglion.schedules.listed import ListedSchedule
 from ganglion.schedules.names import SCHEDULES, canonical_schedule
 from ganglion.schedules.planned import (
@@ -28,6 +29,7 @@ __all__ = [
     "Bucket",
     "Follower",
     "ForwardOnly",
+    "Holding",
     "ListedSchedule",
     "RankSchedule",
     "Registry",
@@ -40,6 +42,7 @@ __all__ = [
     "check_rehearsal",
     "make_schedule",
     "plan_buckets",
+    "planned_holding",
     "planned_options",
     "planned_schedule",
     "planned_stage_map",

@@ -1,0 +1,186 @@
+"""What each rank of a plan will hold: the costs of a model's blocks, as its schedule asks for them.
+
+    plan -> schedule -> stages of a rank, microbatches alive, weight versions
+    shape -> blocks -> parameters, activations                                 -> bytes by category
+
+All ranks of a pipe coordinate hold the same: x, y and z cut equal pieces, data holds copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+
+from ganglion.config.schema import RunFile
+from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.costs import (
+    BlockActivations,
+    BlockCost,
+    Layout,
+    Memory,
+    Parameter,
+    StageBlocks,
+    StateRules,
+    activation_memory,
+    balanced_boundaries,
+    conv_activations,
+    conv_blocks,
+    conv_parameters,
+    gathered_memory,
+    gpt_activations,
+    gpt_blocks,
+    gpt_parameters,
+    message_memory,
+    mlp_activations,
+    mlp_blocks,
+    mlp_parameters,
+    state_memory,
+    with_norm,
+)
+from ganglion.plan import Plan
+from ganglion.schedules import Holding, planned_holding, planned_schedule
+from ganglion.units import MIB
+
+_NUMBER, _FLOAT = 8, 4  # bytes of a token id or class, and of a pixel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """What a plan does not say: how parameters are kept, gathered and reduced."""
+
+    rules: StateRules = field(default_factory=StateRules)
+    keep_gathered: bool = False
+    overlap: bool = True
+    bucket_mib: float = 25.0
+
+    @classmethod
+    def of(cls, run: RunFile) -> MemoryOptions:
+        """Return what a run file says, as this version trains: everything in fp32."""
+        rules = StateRules(
+            optimizer=run.optimizer.name,
+            has_momentum=run.optimizer.momentum > 0,
+            error_feedback=run.optimizer.error_feedback,
+        )
+        return cls(
+            rules=rules,
+            keep_gathered=run.parallel.keep_gathered,
+            overlap=run.parallel.overlap,
+            bucket_mib=run.parallel.bucket_mib,
+        )
+
+
+def predicted_memory(shape: ModelShape, plan: Plan, options: MemoryOptions) -> list[Memory]:
+    """Return what a rank of each pipe coordinate holds at its worst.
+
+    Stages that a plan does not cut are balanced by flop; a run that measures may cut elsewhere.
+    """
+    model = _Model(shape, plan)
+    return [model.rank_memory(rank, options) for rank in range(plan.pipe)]
+
+
+class _Model:
+    """The blocks of a model under a plan, cut into stages."""
+
+    def __init__(self, shape: ModelShape, plan: Plan) -> None:
+        self._shape = shape
+        self._plan = plan
+        self._mesh = plan.mesh()
+        costs, self._parameters, self._activations = _block_records(shape, plan)
+        self._holdings = [planned_holding(plan, rank) for rank in range(plan.pipe)]
+        num_stages = self._holdings[0].num_stages
+        cuts = plan.stage_boundaries if num_stages > 1 else ()
+        if not cuts:
+            cuts = balanced_boundaries([block.total_flops for block in costs], num_stages)
+        self._edges = list(pairwise([0, *cuts, len(costs)]))
+
+    def rank_memory(self, rank: int, options: MemoryOptions) -> Memory:
+        holding = self._holdings[rank]
+        rules = replace(options.rules, num_versions=holding.num_versions)
+        parameters = list(self._held_parameters(holding))
+        gathered = gathered_memory(
+            parameters,
+            self._mesh,
+            keep_gathered=options.keep_gathered,
+            overlap=options.overlap,
+            precision=self._plan.precision,
+        )
+        state = state_memory(parameters, self._mesh, rules)
+        if self._plan.averages:
+            state = replace(state, center=2 * state.weights)
+        return state + gathered + self._working_memory(rank, parameters, options)
+
+    def _working_memory(
+        self, rank: int, parameters: Sequence[Parameter], options: MemoryOptions
+    ) -> Memory:
+        holding, plan = self._holdings[rank], self._plan
+        stages = [self._stage(stage, holding) for stage in holding.stages]
+        recompute = plan.recompute == "full"
+        working = activation_memory(stages, holding.alive, recompute=recompute)
+        flushes = planned_schedule(plan, rank).flushes
+        if plan.pipe > 1 or not flushes or plan.x * plan.y * plan.z > 1:
+            bucket_size = self._largest_bucket(parameters, options.bucket_mib)
+            working = with_norm(working, bucket_size, flushes=flushes)
+        num_batches = 1 if flushes else 2  # the next one enters before the last is done
+        samples = Memory(communication=num_batches * plan.share_size * _sample_bytes(self._shape))
+        return working + message_memory(stages) + samples
+
+    def _held_parameters(self, holding: Holding) -> Iterator[Parameter]:
+        """Yield the parameters of a rank; one that two of its stages share belongs to the first."""
+        for stage in holding.stages:
+            start, end = self._edges[stage]
+            for block in self._parameters[start:end]:
+                yield from (p for p in block if not (p.is_tied and 0 in holding.stages))
+
+    def _stage(self, stage: int, holding: Holding) -> StageBlocks:
+        start, end = self._edges[stage]
+        return StageBlocks(
+            blocks=self._activations[start:end],
+            is_first=stage == 0,
+            is_last=stage == holding.num_stages - 1,
+            num_waiting=self._num_waiting(stage, holding),
+        )
+
+    def _num_waiting(self, stage: int, holding: Holding) -> int:
+        """Return how many inputs can be here that have no part in what is alive."""
+        if stage == 0:
+            return 0
+        before = next(one for one in self._holdings if stage - 1 in one.stages)
+        return max(1, before.most_alive(stage - 1) - holding.most_alive(stage))
+
+    def _largest_bucket(self, parameters: Sequence[Parameter], bucket_mib: float) -> int:
+        """Return the elements of the largest bucket: full, or one parameter larger than that."""
+        sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
+        return min(sum(sizes), max([int(bucket_mib * MIB) // _FLOAT, *sizes]))
+
+
+_Records = tuple[list[BlockCost], list[tuple[Parameter, ...]], list[BlockActivations]]
+
+
+def _block_records(shape: ModelShape, plan: Plan) -> _Records:
+    """Return cost, parameters and activations of every block."""
+    layout = Layout(
+        microbatch_size=plan.microbatch_size, mesh=plan.mesh(), precision=plan.precision
+    )
+    sizes, size = asdict(shape), plan.microbatch_size
+    match shape:
+        case GPTShape():
+            blocks = gpt_blocks(**sizes, microbatch_size=size)
+            return blocks, gpt_parameters(**sizes), gpt_activations(layout, **sizes)
+        case MLPShape():
+            blocks = mlp_blocks(**sizes, microbatch_size=size)
+            return blocks, mlp_parameters(**sizes), mlp_activations(layout, **sizes)
+        case ConvShape():
+            blocks = conv_blocks(**sizes, microbatch_size=size)
+            return blocks, conv_parameters(**sizes), conv_activations(layout, **sizes)
+
+
+def _sample_bytes(shape: ModelShape) -> int:
+    """Return the bytes of one sample and its target."""
+    match shape:
+        case GPTShape():
+            return 2 * shape.seq_len * _NUMBER
+        case MLPShape():
+            return shape.num_inputs * _FLOAT + _NUMBER
+        case ConvShape():
+            return shape.num_channels * shape.image_size**2 * _FLOAT + _NUMBER
