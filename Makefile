@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all check format bench bench-tensor clean
+.PHONY: train test test-all check format bench bench-tensor bench-averaging averaging-data clean
 
 train: $(VENV)/.installed
 	$(BIN)/ganglion train --nproc 2 $(ARGS)
@@ -29,6 +29,12 @@ bench: $(VENV)/.installed
 
 bench-tensor: $(VENV)/.installed
 	$(BIN)/python benchmarks/tensor.py $(ARGS)
+
+bench-averaging: $(VENV)/.installed
+	$(BIN)/python benchmarks/averaging.py $(ARGS)
+
+averaging-data:
+	apt-get install -y dataset-fashion-mnist
 
 # torch comes first and pinned: a looser pin pulls gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt
