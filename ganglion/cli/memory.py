@@ -28,7 +28,7 @@ _SHOWN = {
     "gradients": ("G", "grads"),
     "master": ("F", "master"),
     "moments": ("M", "moments"),
-    "center": ("E", "centre"),
+    "center": ("E", "center"),
     "buckets": ("B", "buckets"),
     "activations": ("A", "live"),
     "recomputed": ("R", "again"),
