@@ -58,11 +58,13 @@ def test_processes_equal_serial(
     assert_same_by_name(found.weights, expected.weights)
 
 
-@pytest.mark.parametrize("schedule", ["two_bw", "interleaved"])
-def test_a_resumed_run_repeats_every_loss(tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "cuts"), [("two_bw", "[3]"), ("interleaved", "[1, 3, 5]")])
+def test_a_resumed_run_repeats_every_loss(tmp_path: Path, schedule: str, cuts: str) -> None:
+    """Cut alike: two runs that each measure may cut elsewhere, and sum norms in another order."""
     layers = [option if option != "1" else "2" for option in TINY]
     options = [*layers, "--nproc", "2", "--parallel.pipe", "2", "--parallel.schedule", schedule]
     options += ["--train.steps", "6", "--train.threads", "1", "--train.eval_every", "3"]
+    options += ["--parallel.stage_boundaries", cuts]
     whole = ganglion("train", *options, "--output.dir", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     part = ganglion(

@@ -51,6 +51,7 @@ def test_the_commands_are_the_ones_tested_here() -> None:
         "ganglion doctor",
         "ganglion schedule 2bw --batches 3 --compare 1f1b",
         "ganglion simulate run.toml --cluster summit",
+        "ganglion memory run.toml",
         "ganglion trace runs/run-*",
         "python examples/own_loop.py",
     ]

@@ -409,8 +409,8 @@ def test_microbatches_in_flight_are_as_predicted(layout: Layouts) -> None:
         expected = wanted[mesh.coordinates(rank).pipe].activations
         if layout.plan.schedule in ("message_driven", "two_bw"):  # their bound need not be reached
             assert 0.3 * expected <= peak <= 1.02 * expected
-        else:
-            assert peak == pytest.approx(expected, rel=0.02)
+        else:  # memory that was used again while it was watched counts once
+            assert 0.95 * expected <= peak <= 1.02 * expected
 
 
 # --- one block computed again --------------------------------------------------------------------
