@@ -55,7 +55,21 @@ from ganglion.schedules.sync_exchange import SyncExchange
 
 
 class ElasticAverage:
-    """Keeps a model in touch with those of the other workers while it is trained."""
+    """Keeps a model in touch with those of the other workers while it is trained.
+
+    `mode` "sync" is Sync EASGD, whose rate is exactly one of alpha, beta and rho; an optimizer
+    `outer(parameters)` takes the place of a rate, with its pull `q`, `delay` and `fragments`.
+    "async", "round_robin" and "hogwild" are elastic with workers that wait for nobody. "sync_sgd"
+    reduces gradients by `reduction`; "async_sgd" (with `center_momentum`) and "hogwild_sgd" add
+    updates to the centre. `max_staleness` bounds how many versions of it an asynchronous write may
+    have missed: 4 for each worker. Workers exchange every `tau` steps. `center` is "replicated",
+    "delta", "root" or "host_root" where they do so together, else "server" or "sharded:K".
+    `overlap` lets exchanges run beside forward and backward. One message carries all, unless
+    `bucket_mb` bounds it or `pack` is off, when each tensor travels alone. `compress` is None,
+    "bf16", "fp16" or "int8". Every `inner` processes are one worker. `deterministic` fixes the
+    order of all sums, on any carrier. The first worker's weights are given to all. Without a
+    `world`, the others are met through the launcher's environment.
+    """
 
     def __init__(
         self,
@@ -86,22 +100,8 @@ class ElasticAverage:
         world: World | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        """Prepare to average `model`, which `optimizer` trains; all workers do so together.
-
-        `mode` "sync" is Sync EASGD, whose rate is exactly one of alpha, beta and rho; an optimizer
-        `outer(parameters)` takes the place of a rate, with its pull `q`, `delay` and `fragments`.
-        "async", "round_robin" and "hogwild" are elastic with workers that wait for nobody.
-        "sync_sgd" reduces gradients by `reduction`; "async_sgd" (with `center_momentum`) and
-        "hogwild_sgd" add updates to the centre. `max_staleness` bounds how many versions of it
-        an asynchronous write may have missed: 4 for each worker. Workers exchange every `tau`
-        steps. `center` is "replicated", "delta", "root" or "host_root" where they do so together,
-        else "server" or "sharded:K". `overlap` lets exchanges run beside forward and backward. One
-        message carries all, unless `bucket_mb` bounds it or `pack` is off, when each tensor travels
-        alone. `compress` is None, "bf16", "fp16" or "int8". Every `inner` processes are one worker.
-        `deterministic` fixes the order of all sums, on any carrier. The first worker's weights are
-        given to all. Without a `world`, the others are met through the launcher's environment.
-        """
-        wishes = Wishes(
+        """Prepare to average `model`, which `optimizer` trains; all workers do so together."""
+        self._wishes = Wishes(
             mode=mode,
             alpha=alpha,
             beta=beta,
@@ -122,10 +122,9 @@ class ElasticAverage:
             center_momentum=center_momentum,
             max_staleness=max_staleness,
         )
-        self._model, self._optimizer, self._wishes = model, optimizer, wishes
+        self._model, self._optimizer = model, optimizer
         self._how_to_meet = (os.environ, inner, deterministic, timeout_s)
-        self._packed = Packed(model)
-        self._watch = Stopwatch()
+        self._packed, self._watch = Packed(model), Stopwatch()
         self._hooks: list[RemovableHandle] = []
         self._is_swapped = self._is_closed = False
         self._hosting: Hosting | None = None

@@ -1,4 +1,10 @@
-"""From ordinary blocks to a parallel run: the steps, one after the other."""
+"""From ordinary blocks to a parallel run: the steps, one after the other.
+
+With tensor axes, known models are split as such; `cuts` tell how to split others, whose linear
+layers else take and return whole activations; `tensor` switches overlaps. Blocks on the meta device
+need `initial` weights: every rank makes its own piece; others begin as on rank 0. A plan with
+`averaging` trains its replicas as workers; the settings of that name say how they exchange.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +85,7 @@ def parallelize(
     update `step` is the optimizer's own times `lr_factor(step)`. `error_feedback` corrects updates
     from late gradients (schedule two_bw). `schedules` knows the plan's schedule by name. With a
     `sample`, one microbatch, the stages of a pipeline are cut by measured times; without, by their
-    weights. With tensor axes, known models are split as such; `cuts` tell how to split others,
-    whose linear layers else take and return whole activations; `tensor` switches overlaps. Meta
-    blocks need `initial` weights: every rank makes its own piece; others begin as on rank 0. A plan
-    with `averaging` trains its replicas as workers; the settings say how they exchange.
+    weights. For `cuts`, `tensor`, `initial` and `averaging` see the top of this file.
     """
     plan = _checked(plan, schedules, error_feedback)
     launch = read_launch(os.environ)
