@@ -19,7 +19,10 @@ def check_averaging(run: RunFile, plan: Plan) -> None:
         return
     check_flushes(plan, planned_schedule(plan, 0))
     if plan.averaging == SYNC_EASGD:
-        elastic_rate(section).checked_alpha(run.optimizer.lr, plan.data, section.tau)
+        try:
+            elastic_rate(section).checked_alpha(run.optimizer.lr, plan.data, section.tau)
+        except ConfigError as error:  # it speaks of arguments, which are keys here
+            raise ConfigError(f"section [averaging] of the run file: {error}") from error
     elif rates:
         name, value = next(iter(rates.items()))
         raise ConfigError(
