@@ -19,10 +19,16 @@ def global_norm(buffers: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def clip_by_norm(buffers: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most `max_norm`; smaller ones stay untouched."""
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """Return what brings gradients of this norm down to `max_norm`; None if they are smaller."""
     # Same rule as torch.nn.utils.clip_grad_norm_, so that a run can be compared with a plain loop.
     factor = max_norm / (norm + 1e-6)
-    if bool(factor < 1):
+    return factor if bool(factor < 1) else None
+
+
+def clip_by_norm(buffers: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most `max_norm`; smaller ones stay untouched."""
+    factor = clip_factor(norm, max_norm)
+    if factor is not None:
         for buffer in buffers:
             buffer.mul_(factor)

@@ -29,11 +29,11 @@ from ganglion.train.cutting import Stages, cut_model, serial_names
 from ganglion.train.device import peak_bytes
 from ganglion.train.exchange import Exchange
 from ganglion.train.learning_rate import RateSetter
-from ganglion.train.optimizers import build_optimizers
 from ganglion.train.parts import Held, RunRequest
 from ganglion.train.pipelined import PipelineExecutor, StageAt
 from ganglion.train.stage_worker import StagePart, StageWorker, Tie
 from ganglion.train.tensor_split import Splitting, is_split, make_blocks_real
+from ganglion.train.updating import PlainUpdate
 
 
 def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Held:
@@ -62,7 +62,6 @@ def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Hel
     for number in stages:
         parts[number] = _part(number, request, schedule, cut, rank_at, splitting, parts.values())
     _average(parts, request, cut)
-    optimizers = [optimizer for part in parts.values() for optimizer in part.optimizers]
     # Replicas meet in reductions only; what fails in one must reach the others before.
     has_siblings = plan.pipe > 1 and plan.data > 1
     siblings = world.open_transport("data") if has_siblings else None
@@ -72,7 +71,7 @@ def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Hel
     return Held(
         executor=executor,
         parameters={name: p for part in parts.values() for name, p in part.parameters.items()},
-        optimizers=optimizers,
+        updates=[part.update for part in parts.values()],
         feedback=_feedback(parts.values()) if request.error_feedback else None,
         averaged=[part.averaged for part in parts.values() if part.averaged is not None],
         block_names=block_names,
@@ -86,7 +85,7 @@ def _average(parts: Mapping[int, StagePart], request: RunRequest, cut: Stages) -
         buffers = named_buffers({name: request.blocks[name] for name in cut.stages[number]})
         part.averaged = average(
             {**part.parameters, **buffers},
-            part.optimizers,
+            part.update.optimizers,
             request.plan,
             request.world,
             request.averaging,
@@ -133,16 +132,16 @@ def _part(
         bucket_bytes=request.bucket_bytes,
         num_sets=num_sets,
     )
-    optimized = trainable if versions is None else versions.optimized
+    feedback = ErrorFeedback(versions) if versions and request.error_feedback else None
     return StagePart(
         stage=Stage(
             number, blocks, cut.first_block(number), _settings(number, request, schedule, blocks)
         ),
         parameters=parameters,
         buckets=buckets,
-        optimizers=build_optimizers(request.optimizer_factory, optimized) if optimized else [],
+        update=PlainUpdate(trainable, request.optimizer_factory, versions, feedback),
         versions=versions,
-        feedback=ErrorFeedback(versions) if versions and request.error_feedback else None,
+        feedback=feedback,
         ties=_ties(number, cut, parameters, rank_at),
         num_sets=num_sets,
     )

@@ -40,17 +40,14 @@ from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
 from ganglion.train.meta import check_memory
-from ganglion.train.optimizers import (
-    OptimizerFactory,
-    build_optimizers,
-    refuse_muon_on_pieces,
-)
+from ganglion.train.optimizers import OptimizerFactory, refuse_muon_on_pieces
 from ganglion.train.parts import Held, RunParts, RunRequest
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
 from ganglion.train.tensor_split import Splitting, make_blocks_real, split_request
+from ganglion.train.updating import PlainUpdate
 from ganglion.units import MIB
 
 
@@ -172,7 +169,7 @@ def _build(
             parameters=held.parameters,
             buffers=named_buffers({name: request.blocks[name] for name in held.block_names}),
             executor=held.executor,
-            optimizers=held.optimizers,
+            updates=held.updates,
             feedback=held.feedback,
             recorder=request.recorder,
             seed=seed,
@@ -195,10 +192,10 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         overlap=overlap,
         late=splitting.weights,
     )
-    optimizers = build_optimizers(request.optimizer_factory, _trainable(parameters))
+    update = PlainUpdate(_trainable(parameters), request.optimizer_factory)
     plan, device, recorder = request.plan, request.device, request.recorder
     tensors = {**parameters, **named_buffers(request.blocks)}
-    averaged = average(tensors, optimizers, plan, request.world, request.averaging)
+    averaged = average(tensors, update.optimizers, plan, request.world, request.averaging)
     replica = Replica(
         request.blocks,
         request.loss_fn,
@@ -213,7 +210,7 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         request.world,
         replica,
         reducer,
-        optimizers,
+        update,
         recorder,
         set_lr=rate.set,
         max_grad_norm=request.max_grad_norm,
@@ -224,7 +221,7 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
     return Held(
         executor=executor,
         parameters=parameters,
-        optimizers=optimizers,
+        updates=[update],
         averaged=[] if averaged is None else [averaged],
         block_names=tuple(request.blocks),
         plan=plan,

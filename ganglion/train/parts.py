@@ -22,6 +22,7 @@ from ganglion.train.block_costs import Sample
 from ganglion.train.executor import Executor
 from ganglion.train.optimizers import OptimizerFactory
 from ganglion.train.random_stream import RandomStream
+from ganglion.train.updating import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class RunParts:
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     executor: Executor
-    optimizers: Sequence[Optimizer]
+    updates: Sequence[Update]
     feedback: Mapping[str, Tensor] | None
     recorder: Recorder
     seed: int
@@ -48,10 +49,25 @@ class RunParts:
     tensor_report: TensorReport | None
     averaged: Sequence[Averaged]
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of all parts of this rank."""
+        return [optimizer for update in self.updates for optimizer in update.optimizers]
+
     def model_tensors(self) -> dict[str, Tensor]:
-        """Return weights and buffers under their serial names, without their history."""
-        named = {**self.parameters, **self.buffers}
+        """Return weights and buffers under their serial names, without their history.
+
+        Weights that are trained are those of the updates, in full precision.
+        """
+        named: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        for update in self.updates:
+            named.update(update.weights())
         return {name: tensor.detach() for name, tensor in named.items()}
+
+    def on_load(self) -> None:
+        """Say that `model_tensors` were filled."""
+        for update in self.updates:
+            update.on_load()
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Return the same as all workers share it: averaged tensors are those of the centre."""
@@ -91,8 +107,13 @@ class Held:
 
     executor: Executor
     parameters: dict[str, nn.Parameter]
-    optimizers: list[Optimizer]
+    updates: list[Update]
     feedback: dict[str, Tensor] | None = None
     averaged: list[Averaged]
     block_names: tuple[str, ...]
     plan: Plan  # with the cut that was made
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of all parts."""
+        return [optimizer for update in self.updates for optimizer in update.optimizers]

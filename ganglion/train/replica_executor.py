@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ganglion.comm import Group, World
-from ganglion.gradients import GradientReducer, clip_by_norm, global_norm
+from ganglion.gradients import GradientReducer, clip_factor, global_norm
 from ganglion.trace import COMPUTE, HOST, Recorder
 from ganglion.train.averaged import Averaged, averaging_around
 from ganglion.train.device import peak_bytes
 from ganglion.train.executor import Share, StepResult
 from ganglion.train.replica import Replica
+from ganglion.train.updating import Update
 
 SetLr = Callable[[int], float]
 
@@ -29,7 +29,7 @@ class ReplicaExecutor:
         world: World,
         replica: Replica,
         reducer: GradientReducer,
-        optimizers: Sequence[Optimizer],
+        update: Update,
         recorder: Recorder,
         *,
         set_lr: SetLr,
@@ -38,7 +38,7 @@ class ReplicaExecutor:
         norm_group: Group | None = None,
         averaged: Averaged | None = None,
     ) -> None:
-        """Join a replica with its gradients and optimizers; `set_lr(step)` sets the rate.
+        """Join a replica with its gradients and their update; `set_lr(step)` sets the rate.
 
         With a `norm_group`, the ranks of it hold parts of the gradients; `averaged` weights are
         those of one worker.
@@ -46,7 +46,7 @@ class ReplicaExecutor:
         self._world = world
         self._replica = replica
         self._reducer = reducer
-        self._optimizers = optimizers
+        self._update = update
         self._recorder = recorder
         self._set_lr = set_lr
         self._max_grad_norm = max_grad_norm
@@ -69,11 +69,10 @@ class ReplicaExecutor:
             self._averaged.begin_pass()
         loss = self._replica.forward_backward(batch, step)
         with self._recorder.span(COMPUTE, "update", step=step):
-            grad_norm = self._clip()
+            grad_norm = self._norm()
             lr = self._set_lr(step)
             with averaging_around(self._averaged, lr):
-                for optimizer in self._optimizers:
-                    optimizer.step()
+                self._update.step(self._reducer.buffers, self._factor(grad_norm))
         self._replica.on_change()
         self._step += 1
         yield self._agree(loss, grad_norm, lr)
@@ -109,6 +108,7 @@ class ReplicaExecutor:
         if self._averaged is not None:
             self._averaged.close()
         self._reducer.close()
+        self._update.close()
 
     @contextmanager
     def _at_center(self) -> Iterator[None]:
@@ -121,16 +121,14 @@ class ReplicaExecutor:
             yield
         self._replica.on_change()
 
-    def _clip(self) -> Tensor:
-        buffers = self._reducer.buffers
-        norm = global_norm(buffers) if self._norm_group is None else self._joint_norm()
-        if self._max_grad_norm > 0:
-            clip_by_norm(buffers, norm, self._max_grad_norm)
-        return norm
+    def _factor(self, norm: Tensor) -> Tensor | None:
+        """Return what to multiply the gradients with."""
+        return clip_factor(norm, self._max_grad_norm) if self._max_grad_norm > 0 else None
 
-    def _joint_norm(self) -> Tensor:
-        """Return the norm of gradients of which this rank has a part."""
-        assert self._norm_group is not None
+    def _norm(self) -> Tensor:
+        """Return the norm of all gradients of the replica, of which this rank may have a part."""
+        if self._norm_group is None:
+            return global_norm(self._reducer.buffers)
         total = torch.tensor([self._reducer.square_norm()], dtype=torch.float64)
         self._norm_group.all_reduce(total).wait()
         return total.sqrt()[0]

@@ -153,8 +153,10 @@ class Run:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients by name, after reduction and clipping."""
-        named = self._parts.parameters.items()
-        return {name: p.grad for name, p in named if p.grad is not None}
+        found: dict[str, Tensor] = {}
+        for update in self._parts.updates:
+            found.update(update.gradients())
+        return found
 
     def close(self) -> None:
         """Release threads, hooks and groups; the run cannot be used afterwards."""

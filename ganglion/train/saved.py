@@ -86,6 +86,7 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     tensors = _tensors(parts, by_worker=by_worker)
     group, leaving = _process_group(parts.world), () if by_worker else (_WORKER,)
     state = load(path, tensors, process_group=group, leaving=leaving)
+    parts.on_load()
     check_state_shapes(parts.optimizers, _places(parts))
     for averaged in parts.averaged:
         num_exchanges = int(cast(int, state.extra.get(_NUM_EXCHANGES, 0)))

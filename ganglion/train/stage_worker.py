@@ -3,8 +3,7 @@
     forward, backward, weight    select the weights of the microbatch, run the stage
     reduce                       sum tied gradients, then all gradients over the replicas, then
                                  exchange norm and loss with everybody
-    update                       clip by the global norm, make the next weights, correct them if
-                                 error feedback is on
+    update                       make the next weights, of gradients clipped by the global norm
 
 Gradients of a batch that is being reduced and those of the next one live in different sets, so a
 pipeline that never flushes accumulates into one while the other travels.
@@ -12,20 +11,20 @@ pipeline that never flushes accumulates into one while the other travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ganglion.comm import Arrival, Transport
-from ganglion.gradients import GradientBuckets, clip_by_norm
+from ganglion.gradients import GradientBuckets, clip_factor
 from ganglion.pipeline import ErrorFeedback, Stage, WeightVersions
 from ganglion.schedules.action import Action
 from ganglion.tensor import Weights
 from ganglion.train.averaged import Averaged, averaging_around
 from ganglion.train.exchange import Exchange
+from ganglion.train.updating import Update
 
 TIED = "tied"
 
@@ -51,7 +50,7 @@ class StagePart:
     stage: Stage
     parameters: Mapping[str, nn.Parameter]
     buckets: GradientBuckets
-    optimizers: Sequence[Optimizer]
+    update: Update
     versions: WeightVersions | None
     feedback: ErrorFeedback | None = None
     ties: tuple[Tie, ...] = ()
@@ -225,26 +224,22 @@ class StageWorker:
         return total
 
     def update(self, action: Action) -> None:
-        """Clip, and make the next weights of a stage."""
+        """Make the next weights of a stage."""
         part, batch = self._parts[action.stage], action.index
         which = batch % part.num_sets
         part.buckets.select(which)
-        if self._max_grad_norm > 0:
-            norm = torch.tensor(self._exchange.norm(batch), dtype=torch.float64)
-            clip_by_norm(part.buckets.buffers(which), norm, self._max_grad_norm)
-        lr = self._set_lr(batch)
-        if part.versions is not None:
-            part.versions.begin_update()
-            part.versions.take_gradients()
+        factor, lr = self._factor(batch), self._set_lr(batch)
         with averaging_around(part.averaged, lr):
-            for optimizer in part.optimizers:
-                optimizer.step()
-        if part.feedback is not None:
-            part.feedback.correct()
-        if part.versions is not None:
-            part.versions.end_update()
+            part.update.step(part.buckets.buffers(which), factor)
         self.on_change()
         self._forget(action.stage, batch)
+
+    def _factor(self, batch: int) -> Tensor | None:
+        """Return what to multiply the gradients of a batch with."""
+        if self._max_grad_norm <= 0:
+            return None
+        norm = torch.tensor(self._exchange.norm(batch), dtype=torch.float64)
+        return clip_factor(norm, self._max_grad_norm)
 
     def _forget(self, stage: int, batch: int) -> None:
         self._started.discard((stage, batch))
