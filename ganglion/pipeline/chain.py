@@ -18,6 +18,13 @@ from ganglion.pipeline.weight_gradients import Deferral, WeightStore
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Seed = Callable[[int], None]  # (block): make the random numbers those of a block
 Context = Callable[[], AbstractContextManager[object]]
+Call = Callable[[nn.Module, Tensor], Tensor]  # how a block is run
+
+
+def plain_call(block: nn.Module, hidden: Tensor) -> Tensor:
+    """Return what a block makes of its input, with its own parameters."""
+    output: Tensor = block(hidden)
+    return output
 
 
 class Chain:
@@ -32,6 +39,7 @@ class Chain:
         autocast: Context = nullcontext,
         recompute: bool = False,
         deferral: Deferral | None = None,
+        call: Call = plain_call,
     ) -> None:
         """Hold `blocks`, of which the first is block `first_block` of the model."""
         self.blocks = list(blocks)
@@ -39,6 +47,7 @@ class Chain:
         self._loss_fn = loss_fn
         self._autocast = autocast
         self._deferral = deferral
+        self._call = call
         numbered = range(first_block, first_block + len(self.blocks)) if recompute else ()
         self._recomputed = [self._recomputed_block(number) for number in numbered]
 
@@ -54,7 +63,7 @@ class Chain:
         with self._collecting(half), self._autocast():
             for number, block in enumerate(self.blocks, start=self._first_block):
                 seed(number)
-                hidden = block(hidden)
+                hidden = self._call(block, hidden)
         return self._end(hidden, target)
 
     @torch.no_grad()
@@ -62,7 +71,7 @@ class Chain:
         """Return the output or the loss, and remember nothing."""
         with self._autocast():
             for block in self.blocks:
-                hidden = block(hidden)
+                hidden = self._call(block, hidden)
         return self._end(hidden, target)
 
     def _forward_blocks(
@@ -73,7 +82,7 @@ class Chain:
                 # Autocast by block: what it casts and caches without a graph must not be used with.
                 with self._collecting(half), self._autocast():
                     seed(self._first_block + number)
-                    output: Tensor = self.blocks[number](hidden)
+                    output = self._call(self.blocks[number], hidden)
                 return output if number < len(self.blocks) - 1 else self._end(output, target)
 
             return forward

@@ -45,6 +45,10 @@ class Weights:
             self._numbered.append(found)
         return found
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Say whether a parameter is one of these, which layers gather and cast themselves."""
+        return id(parameter) in self._stored
+
     def on_use(self, weight: StoredWeight, phase: str) -> None:
         """Begin to gather what will be used next."""
         following = self._order.on_use(Use(phase, weight.number))
