@@ -17,7 +17,9 @@ from ganglion.errors import ConfigError, LayoutError, NotBuiltError, UnknownKeyE
 from ganglion.topology import DEFAULT_RANK_ORDER, Mesh
 
 PLAN_FORMAT = 1
-PRECISIONS: tuple[str, ...] = ("fp32", "bf16")
+# "bf16" computes in bf16 by autocast; with masters, weights and gradients are stored in half too.
+FP32, BF16, BF16_MASTER, FP16_MASTER = "fp32", "bf16", "bf16_master", "fp16_master"
+PRECISIONS: tuple[str, ...] = (FP32, BF16, BF16_MASTER, FP16_MASTER)
 # "full": only the input of each block is kept, and its inside is computed again in backward.
 RECOMPUTES: tuple[str, ...] = ("none", "full")
 # How replicas stay together: by summing gradients, or as workers of elastic averaging.
@@ -48,7 +50,8 @@ class Plan:
     num_microbatches: int = 1
     stage_boundaries: tuple[int, ...] = ()
     recompute: str = "none"
-    precision: str = "fp32"
+    precision: str = FP32
+    compute_fp32: bool = False
     offload: str = "none"
     averaging: str = NO_AVERAGING
     servers: int = 0
@@ -63,6 +66,12 @@ class Plan:
                 raise LayoutError(f"{key} is {getattr(self, key)}; it must be 0 or more")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision {self.precision!r} is not one of {list(PRECISIONS)}")
+        if self.compute_fp32 and not self.has_masters:
+            raise ConfigError(
+                f"memory.compute_fp32 = true widens weights that are stored in half, but "
+                f'train.precision = "{self.precision}" stores them in fp32: set train.precision = '
+                f'"{BF16_MASTER}", or memory.compute_fp32 = false'
+            )
         if self.recompute not in RECOMPUTES:
             raise ConfigError(
                 f"memory.recompute = {self.recompute!r} is not one of {list(RECOMPUTES)}: choose "
@@ -134,6 +143,11 @@ class Plan:
     def num_shares(self) -> int:
         """How many (data, z) coordinates a global batch is dealt to."""
         return self.data * self.z
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether weights and gradients are stored in half precision beside fp32 masters."""
+        return self.precision in (BF16_MASTER, FP16_MASTER)
 
     @property
     def averages(self) -> bool:
@@ -212,9 +226,13 @@ def _parsed_value(name: str, text: str, default: object) -> Any:
     try:
         if name == "stage_boundaries":
             return tuple(int(part) for part in parts)
+        if isinstance(default, bool):
+            return ("false", "true").index(text.lower()) == 1
         return tuple(parts) if isinstance(default, tuple) else type(default)(text)  # type: ignore[call-arg]
     except ValueError as error:
-        raise ConfigError(f"{name}={text!r} is not a number; write {name}=2, say") from error
+        wanted = "true" if isinstance(default, bool) else "2"
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise ConfigError(f"{name}={text!r} is not {kind}; write {name}={wanted}, say") from error
 
 
 def _checked_fields(record: Mapping[str, object], source: str) -> dict[str, Any]:

@@ -96,7 +96,11 @@ def _as_resolved(file: RunFile, plan: Plan, folder: Path) -> RunFile:
             "rank_order": list(plan.rank_order),
         },
         "train": {"microbatch_size": plan.microbatch_size, "precision": plan.precision},
-        "memory": {"recompute": plan.recompute, "offload": plan.offload},
+        "memory": {
+            "recompute": plan.recompute,
+            "compute_fp32": plan.compute_fp32,
+            "offload": plan.offload,
+        },
         "averaging": {"method": plan.averaging, "servers": plan.servers},
         "output": {"dir": str(folder)},
     }

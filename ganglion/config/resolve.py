@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from ganglion.config.averaging_checks import check_averaging
+from ganglion.config.precision_checks import check_precision
 from ganglion.config.schema import ModelSection, RunFile
 from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.config.tensor_checks import check_tensor_axes
@@ -45,6 +46,7 @@ def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
         stage_boundaries=tuple(run.parallel.stage_boundaries),
         recompute=run.memory.recompute,
         precision=run.train.precision,
+        compute_fp32=run.memory.compute_fp32,
         offload=run.memory.offload,
         averaging=run.averaging.method,
         servers=run.averaging.servers,
@@ -54,6 +56,7 @@ def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
     check_tensor_axes(run, plan)
     check_error_feedback(run.optimizer.error_feedback, plan)
     check_averaging(run, plan)
+    check_precision(run.optimizer.error_feedback, plan)
     check_steps(run)
     return plan
 
@@ -77,6 +80,7 @@ def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
     check_tensor_axes(run, plan)
     check_error_feedback(run.optimizer.error_feedback, plan)
     check_averaging(run, plan)
+    check_precision(run.optimizer.error_feedback, plan)
     check_steps(run)
 
 

@@ -148,7 +148,11 @@ class TrainSection(Section):
     stop_at: int = Field(0, ge=0, description="stop early at this step, with a checkpoint; 0: no")
     global_batch_size: int = Field(16, ge=1, description="samples of one step over all processes")
     microbatch_size: int = Field(4, ge=1, description="samples of one forward and backward pass")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="fp32, or bf16 autocast")
+    precision: Literal["fp32", "bf16", "bf16_master", "fp16_master"] = Field(
+        "fp32",
+        description='"fp32"; "bf16" autocast; "bf16_master", "fp16_master": weights and gradients '
+        "in half precision, fp32 masters and optimizer state (fp16: with a dynamic loss scale)",
+    )
     seed: int = Field(0, ge=0, description="of weights, batches and dropout")
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: at the end only")
     eval_batches: int = Field(4, ge=1, description="global batches of one evaluation")
@@ -205,6 +209,11 @@ class MemorySection(Section):
     recompute: Literal["none", "full"] = Field(
         "none",
         description='"full": keep the inputs of blocks alone, compute the rest again in backward',
+    )
+    compute_fp32: bool = Field(
+        False,
+        description="masters: store weights in half, but widen each block to fp32 while it runs; "
+        "for processors that are slow in half precision",
     )
     offload: str = Field("none", description="reserved for optimizer state off the device")
 

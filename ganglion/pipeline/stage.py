@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ganglion.errors import ConfigError
-from ganglion.pipeline.chain import Chain, Context, LossFn
+from ganglion.pipeline.chain import Call, Chain, Context, LossFn, plain_call
 from ganglion.pipeline.weight_gradients import Deferral, WeightStore
 
 SeedBlock = Callable[[int, int], None]  # (microbatch, block): make random numbers theirs
@@ -37,15 +37,18 @@ class _InFlight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """How a stage computes; `loss_fn` is given on the last stage only."""
+    """How a stage computes; `loss_fn` is given on the last stage only, `call` runs a block."""
 
     loss_fn: LossFn | None
     loss_scale: float
     num_stages: int
     seed_block: SeedBlock
+    # What else the loss of a microbatch is multiplied with, before its backward.
+    dynamic_scale: Callable[[int], float] = lambda microbatch: 1.0
     autocast: Context = nullcontext
     recompute: bool = False
     deferral: Deferral | None = None
+    call: Call = plain_call
 
 
 class Stage:
@@ -66,6 +69,7 @@ class Stage:
             autocast=settings.autocast,
             recompute=settings.recompute,
             deferral=settings.deferral,
+            call=settings.call,
         )
         self._in_flight: dict[int, _InFlight] = {}
         self._targets: dict[int, Tensor] = {}
@@ -125,7 +129,8 @@ class Stage:
         if self._settings.loss_fn is None:
             return output
         self._losses[microbatch] = output.detach()
-        return output * self._settings.loss_scale
+        scale = self._settings.loss_scale * self._settings.dynamic_scale(microbatch)
+        return output * scale
 
     def take_loss(self, microbatches: Sequence[int]) -> float:
         """Return the mean loss of a batch, 0 on any stage but the last, and forget it."""

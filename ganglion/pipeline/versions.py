@@ -50,16 +50,20 @@ class WeightVersions:
         self._selected = version
         return True
 
-    def begin_update(self) -> None:
-        """Let the optimizer's parameters be the next version, still equal to the newest."""
+    def open_next(self) -> dict[str, Tensor]:
+        """Return the memory of the next version by name, to be written before `end_update`."""
         oldest = (self.newest + 1) % self._num_kept
-        source, target = self._flat[self.newest % self._num_kept], self._flat[oldest]
-        for dtype, flat in target.items():
-            flat.copy_(source[dtype])
         if self._selected is not None and self._selected % self._num_kept == oldest:
             self._selected = None  # what the parameters point to is being overwritten
+        return self._views[oldest]
+
+    def begin_update(self) -> None:
+        """Let the optimizer's parameters be the next version, still equal to the newest."""
+        views = self.open_next()
+        for _, source, target in self.in_making():
+            target.copy_(source)
         for name, parameter in self.optimized.items():
-            parameter.data = self._views[oldest][name]
+            parameter.data = views[name]
 
     def end_update(self) -> None:
         """Say that the next version is made."""
@@ -76,6 +80,10 @@ class WeightVersions:
         """Give the optimizer the gradients of the model's parameters."""
         for name, parameter in self.optimized.items():
             parameter.grad = self._parameters[name].grad
+
+    def present(self) -> dict[str, Tensor]:
+        """Return the newest weights by name; views, not copies."""
+        return self._views[self.newest % self._num_kept]
 
     def older(self) -> dict[str, Tensor]:
         """Return the weights before the newest by name; views, not copies.

@@ -14,7 +14,8 @@ class StepMetrics:
 
     `val_loss` is present only on steps that evaluated; under elastic averaging it is that of the
     centre, and three numbers of worker 0 come with each step: exchanges so far, its distance from
-    the centre as a share of the centre's norm, and the seconds it has waited for exchanges.
+    the centre as a share of the centre's norm, and the seconds it has waited for exchanges. Under
+    fp16 each step tells its loss scale and whether an overflow let it be skipped.
     """
 
     step: int
@@ -28,6 +29,8 @@ class StepMetrics:
     exchanges: int | None = None
     consensus: float | None = None
     exchange_wait_s: float | None = None
+    loss_scale: float | None = None
+    skipped: bool | None = None
 
     def to_json(self) -> str:
         """Return one line of JSON; non-finite numbers become null, for JSON has none."""

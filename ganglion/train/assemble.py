@@ -29,11 +29,13 @@ from ganglion.train.cutting import Stages, cut_model, serial_names
 from ganglion.train.device import peak_bytes
 from ganglion.train.exchange import Exchange
 from ganglion.train.learning_rate import RateSetter
+from ganglion.train.masters import MasterUpdate
 from ganglion.train.parts import Held, RunRequest
 from ganglion.train.pipelined import PipelineExecutor, StageAt
+from ganglion.train.precision import take_masters
 from ganglion.train.stage_worker import StagePart, StageWorker, Tie
 from ganglion.train.tensor_split import Splitting, is_split, make_blocks_real
-from ganglion.train.updating import PlainUpdate
+from ganglion.train.updating import PlainUpdate, Update
 
 
 def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Held:
@@ -122,6 +124,9 @@ def _part(
     named = serial_names(request.blocks, cut.stages[number])
     parameters = {name: p for name, p in named.items() if name not in taken}
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    masters = None
+    if request.plan.has_masters:
+        masters = take_masters(blocks, parameters, request.plan.precision)
     num_kept = _versions_kept(request, schedule)
     versions = WeightVersions(trainable, num_kept) if num_kept > 1 and trainable else None
     num_sets = max(1, num_kept)
@@ -139,12 +144,25 @@ def _part(
         ),
         parameters=parameters,
         buckets=buckets,
-        update=PlainUpdate(trainable, request.optimizer_factory, versions, feedback),
+        update=_update(request, trainable, masters, versions, feedback),
         versions=versions,
         feedback=feedback,
         ties=_ties(number, cut, parameters, rank_at),
         num_sets=num_sets,
     )
+
+
+def _update(
+    request: RunRequest,
+    trainable: Mapping[str, nn.Parameter],
+    masters: Mapping[str, nn.Parameter] | None,
+    versions: WeightVersions | None,
+    feedback: ErrorFeedback | None,
+) -> Update:
+    factory = request.optimizer_factory
+    if masters is None:
+        return PlainUpdate(trainable, factory, versions, feedback)
+    return MasterUpdate(trainable, masters, factory, versions)
 
 
 def _feedback(parts: Iterable[StagePart]) -> dict[str, Tensor]:
@@ -177,6 +195,8 @@ def _settings(
         autocast=request.autocast,
         recompute=plan.recompute == "full",
         deferral=defer_weight_gradients(blocks) if schedule.splits_backward else None,
+        dynamic_scale=lambda number: request.judge.scale_of(number // plan.num_microbatches),
+        call=request.call,
     )
 
 
@@ -239,9 +259,7 @@ def _executor(
     exchange = Exchange(
         request.world, own_numbers, loss_pipe=last.pipe, by_replica=request.plan.averages
     )
-    worker = StageWorker(
-        parts, exchange, transport, set_rate, request.max_grad_norm, splitting.weights
-    )
+    worker = StageWorker(parts, exchange, transport, set_rate, request.judge, splitting.weights)
     engine = Engine(
         schedule,
         transport,

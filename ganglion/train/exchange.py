@@ -75,8 +75,9 @@ class Exchange:
         return loss, sum(norms) / len(norms), bool(rows[:, 2].any()), int(rows[:, 3].max())
 
     def _norm_of(self, step: int, replica: int) -> float:
-        squares = self._rows(step)[self._replicas[replica], 1]
-        return math.sqrt(max(0.0, float(squares.sum())))
+        square = float(self._rows(step)[self._replicas[replica], 1].sum())
+        # Rounding may leave less than nothing, but what is no number must stay none.
+        return 0.0 if square < 0 else math.sqrt(square)
 
     def _rows(self, step: int) -> Tensor:
         table = self._tables[step]

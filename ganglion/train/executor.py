@@ -18,7 +18,10 @@ Share = Batch | Sequence[Batch]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one update did; equal on every rank, but for when it ended on this rank's clock."""
+    """What one update did; equal on every rank, but for when it ended on this rank's clock.
+
+    With a `loss_scale` (fp16), an overflow lets the update be `skipped`: no weight moved.
+    """
 
     step: int
     loss: float
@@ -27,6 +30,8 @@ class StepResult:
     peak_bytes: int
     stop_requested: bool
     finished_s: float
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 class Executor(Protocol):

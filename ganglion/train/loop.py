@@ -37,6 +37,11 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
         # Who asked to stop is waiting: save at once, and leave the evaluation out.
         val_loss = None if interrupted else _evaluate_if_due(job, result.step, last)
         metrics = _metrics(job, result, step_s, val_loss)
+        if result.skipped:
+            logger.warning(
+                "step %d skipped: gradients overflowed at loss scale %g",
+                *(result.step, result.loss_scale),
+            )
         for observer in observers:
             observer.on_step(metrics)
         if last or interrupted or is_due(result.step, job.file.checkpoint.every):
@@ -69,6 +74,8 @@ def _metrics(job: Job, result: StepResult, step_s: float, val_loss: float | None
         exchanges=None if seen is None else seen.num_exchanges,
         consensus=None if seen is None else seen.consensus,
         exchange_wait_s=None if seen is None else seen.wait_s,
+        loss_scale=result.loss_scale,
+        skipped=None if result.loss_scale is None else result.skipped,
     )
 
 

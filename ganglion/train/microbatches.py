@@ -11,13 +11,14 @@ from torch import Tensor
 from ganglion.errors import DataError
 from ganglion.plan import Plan
 from ganglion.train.executor import Batch, Share
+from ganglion.train.precision import as_input
 
 
 def cut_batch(share: Share, plan: Plan, device: torch.device) -> Iterator[Batch]:
     """Yield the microbatches of a share, on the device; refuse a share of another size."""
     parts = _cut(share, plan) if _is_one_batch(share) else _given(share, plan)
     for inputs, targets in parts:
-        yield inputs.to(device), targets.to(device)
+        yield as_input(inputs.to(device), plan), targets.to(device)
 
 
 def _is_one_batch(share: Share) -> TypeGuard[Batch]:

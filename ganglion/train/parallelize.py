@@ -17,6 +17,7 @@ from torch import nn
 
 from ganglion.comm import World, open_world
 from ganglion.config import check_error_feedback
+from ganglion.config.precision_checks import check_precision, verdict_delay
 from ganglion.data import share_index
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientReducer
@@ -28,8 +29,10 @@ from ganglion.models import (
     named_buffers,
     named_parameters,
 )
-from ganglion.plan import Plan
+from ganglion.pipeline import WidenedCall, plain_call
+from ganglion.plan import FP16_MASTER, Plan
 from ganglion.schedules import BUILT_IN, Registry, check_planned, planned_schedule
+from ganglion.schedules.loss_scale import LossScale
 from ganglion.tensor import TensorSettings
 from ganglion.topology import AXES, ModelCuts, read_launch
 from ganglion.trace import Recorder
@@ -39,15 +42,18 @@ from ganglion.train.block_costs import Sample, agreed_costs, guessed_costs, meas
 from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
+from ganglion.train.masters import MasterUpdate
 from ganglion.train.meta import check_memory
 from ganglion.train.optimizers import OptimizerFactory, refuse_muon_on_pieces
 from ganglion.train.parts import Held, RunParts, RunRequest
+from ganglion.train.precision import WideLoss, take_masters
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
 from ganglion.train.tensor_split import Splitting, make_blocks_real, split_request
-from ganglion.train.updating import PlainUpdate
+from ganglion.train.updating import PlainUpdate, Update
+from ganglion.train.verdict import Judge
 from ganglion.units import MIB
 
 
@@ -106,11 +112,14 @@ def parallelize(
         sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
         initial=_agreed(initial, world),
         averaging=averaging or AveragingSettings(),
+        judge=Judge(max_grad_norm),
+        call=plain_call,
     )
     _same_start(request)
     request = dataclasses.replace(request, costs=_costs(request))
     request, splitting = split_request(request, cuts, tensor or TensorSettings())
-    return _build(request, splitting, lr_factor, overlap, seed)
+    request, scaling = _in_precision(request, splitting)
+    return _build(request, splitting, scaling, lr_factor, overlap, seed)
 
 
 def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
@@ -119,7 +128,23 @@ def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
     plan = dataclasses.replace(plan, schedule=schedules.canonical(plan.schedule))
     check_planned(plan, schedules)
     check_error_feedback(error_feedback, plan, schedules)
+    check_precision(error_feedback, plan, schedules)
     return plan
+
+
+def _in_precision(request: RunRequest, splitting: Splitting) -> tuple[RunRequest, LossScale | None]:
+    """Return the request as the plan's precision computes, and the scale of its loss."""
+    plan, scaling, call = request.plan, None, request.call
+    if not plan.has_masters:
+        return request, None
+    if plan.precision == FP16_MASTER:
+        scaling = LossScale(delay=verdict_delay(plan, request.schedules))
+    if plan.compute_fp32:
+        # Layers with stored weights widen them themselves, once they are gathered.
+        call = WidenedCall() if splitting.weights is None else WidenedCall(splitting.weights.holds)
+    judge = Judge(request.max_grad_norm, scaling)
+    loss_fn = WideLoss(request.loss_fn)
+    return dataclasses.replace(request, judge=judge, call=call, loss_fn=loss_fn), scaling
 
 
 def _costs(request: RunRequest) -> list[float]:
@@ -147,7 +172,12 @@ def _stream(seed: int, world: World, plan: Plan) -> RandomStream:
 
 
 def _build(
-    request: RunRequest, splitting: Splitting, lr_factor: LrFactor, overlap: bool, seed: int
+    request: RunRequest,
+    splitting: Splitting,
+    scaling: LossScale | None,
+    lr_factor: LrFactor,
+    overlap: bool,
+    seed: int,
 ) -> Run:
     """Join the parts that the plan calls for."""
     keep_freed_memory()
@@ -176,6 +206,7 @@ def _build(
             placements=splitting.placements,
             tensor_report=splitting.report,
             averaged=held.averaged,
+            scaling=scaling,
         )
     )
 
@@ -184,6 +215,9 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
     """Return the executor of a whole model on this rank."""
     make_blocks_real(request, splitting, request.blocks)
     parameters = named_parameters(request.blocks)
+    masters = None
+    if request.plan.has_masters:
+        masters = take_masters(request.blocks.values(), parameters, request.plan.precision)
     reducer = GradientReducer(
         parameters,
         splitting.reach,
@@ -192,7 +226,12 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         overlap=overlap,
         late=splitting.weights,
     )
-    update = PlainUpdate(_trainable(parameters), request.optimizer_factory)
+    trainable, factory = _trainable(parameters), request.optimizer_factory
+    update: Update = (
+        PlainUpdate(trainable, factory)
+        if masters is None
+        else MasterUpdate(trainable, masters, factory)
+    )
     plan, device, recorder = request.plan, request.device, request.recorder
     tensors = {**parameters, **named_buffers(request.blocks)}
     averaged = average(tensors, update.optimizers, plan, request.world, request.averaging)
@@ -205,6 +244,7 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         recorder,
         request.stream,
         splitting,
+        request.call,
     )
     executor = ReplicaExecutor(
         request.world,
@@ -213,7 +253,7 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         update,
         recorder,
         set_lr=rate.set,
-        max_grad_norm=request.max_grad_norm,
+        judge=request.judge,
         device=device,
         norm_group=splitting.norm_group,
         averaged=averaged,

@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 
 from ganglion.comm import World
 from ganglion.models import InitialWeights, LossFn
+from ganglion.pipeline import Call
 from ganglion.plan import Plan
 from ganglion.schedules import Registry
+from ganglion.schedules.loss_scale import LossScale
 from ganglion.tensor import TensorReport
 from ganglion.topology import Placement
 from ganglion.trace import Recorder
@@ -23,6 +25,7 @@ from ganglion.train.executor import Executor
 from ganglion.train.optimizers import OptimizerFactory
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.updating import Update
+from ganglion.train.verdict import Judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ class RunParts:
     `feedback` is what error feedback remembers, also by name; None without it. `placements` tell
     which piece of each parameter this rank holds, empty if it holds them whole; `tensor_report`
     tells what was split and what not, None without tensor axes. What is `averaged` over workers is
-    empty without elastic averaging.
+    empty without elastic averaging. `scaling` is that of the loss, None unless in fp16.
     """
 
     plan: Plan
@@ -48,6 +51,7 @@ class RunParts:
     placements: Mapping[str, Placement]
     tensor_report: TensorReport | None
     averaged: Sequence[Averaged]
+    scaling: LossScale | None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -79,7 +83,10 @@ class RunParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What `parallelize` was asked for; `costs` tells what each block costs, to cut stages by."""
+    """What `parallelize` was asked for; `costs` tells what each block costs, to cut stages by.
+
+    The `judge` gives the verdict on the gradients of each batch; `call` runs a block.
+    """
 
     blocks: Mapping[str, nn.Module]
     loss_fn: LossFn
@@ -98,6 +105,8 @@ class RunRequest:
     sample: Sample | None
     initial: InitialWeights | None  # of blocks on the meta device
     averaging: AveragingSettings
+    judge: Judge
+    call: Call
     costs: Sequence[float] = ()
 
 

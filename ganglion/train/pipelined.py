@@ -24,6 +24,7 @@ from ganglion.trace import COMPUTE, Recorder
 from ganglion.train.exchange import Exchange
 from ganglion.train.executor import Share, StepResult
 from ganglion.train.microbatches import cut_batch
+from ganglion.train.precision import as_input, wide
 from ganglion.train.stage_worker import StagePart, StageWorker
 
 
@@ -132,9 +133,9 @@ class PipelineExecutor:
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Return what the model makes of some inputs, on every rank of the pipeline."""
-        found = self._forwards([(inputs.to(self._device), None)])
+        found = self._forwards([(as_input(inputs.to(self._device), self._plan), None)])
         group = self._world.group("pipe")
-        mine = self._whole_output(found[0]) if found else None
+        mine = wide(self._whole_output(found[0])) if found else None
         with self._engine.telling():
             return broadcast_tensor(group, mine, self._last.pipe, self._device)
 
@@ -162,14 +163,18 @@ class PipelineExecutor:
         self._engine.run_until(step + 1, lambda: self._exchange.is_done(step))
         self._pending.popleft()
         loss, norm, stop, peak_bytes = self._exchange.take(step)
+        verdict = self._worker.take_verdict(step)
+        loss_scale = None if verdict is None else verdict.loss_scale
         return StepResult(
             step=step + 1,
             loss=loss,
-            grad_norm=norm,
+            grad_norm=norm / (loss_scale or 1.0),
             lr=self._current_lr(step),
             peak_bytes=peak_bytes,
             stop_requested=stop,
             finished_s=time.perf_counter(),
+            loss_scale=loss_scale,
+            skipped=verdict is not None and verdict.is_skipped,
         )
 
     def _forwards(self, microbatches: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from ganglion.gradients import GradientReducer
 from ganglion.models import LossFn, evaluation_mode
-from ganglion.pipeline import Chain
+from ganglion.pipeline import Call, Chain, plain_call
 from ganglion.plan import Plan
 from ganglion.trace import COMPUTE, Recorder
 from ganglion.train.executor import Share
 from ganglion.train.microbatches import cut_batch
+from ganglion.train.precision import as_input, wide
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.tensor_split import Splitting
 
@@ -37,13 +38,18 @@ class Replica:
         recorder: Recorder,
         stream: RandomStream,
         splitting: Splitting,
+        call: Call = plain_call,
     ) -> None:
-        """Join the blocks of a model with its loss and the reducer of its gradients."""
+        """Join the blocks of a model with its loss and the reducer of its gradients.
+
+        `call` runs a block.
+        """
         self._chain = Chain(
             list(blocks.values()),
             loss_fn=loss_fn,
             autocast=lambda: autocast(plan.precision, device),
             recompute=plan.recompute == "full",
+            call=call,
         )
         self._plan = plan
         self._device = device
@@ -52,14 +58,15 @@ class Replica:
         self._stream = stream
         self._splitting = splitting
 
-    def forward_backward(self, batch: Share, step: int) -> Tensor:
+    def forward_backward(self, batch: Share, step: int, loss_scale: float = 1.0) -> Tensor:
         """Leave the gradients of the mean loss over all shares; return the loss of this one.
 
-        A worker of elastic averaging has the shares of its own replica.
+        The gradients are those of `loss_scale` times the loss. A worker of elastic averaging has
+        the shares of its own replica.
         """
         self._reducer.zero()
         # The mean over microbatches and replicas is taken here, so that reductions only sum.
-        scale = 1.0 / (self._plan.num_microbatches * self._plan.num_summed_shares)
+        scale = loss_scale / (self._plan.num_microbatches * self._plan.num_summed_shares)
         total = torch.zeros((), device=self._device)
         for index, (inputs, targets) in enumerate(cut_batch(batch, self._plan, self._device)):
             with self._recorder.span(COMPUTE, "forward", step=step, microbatch=index):
@@ -84,8 +91,9 @@ class Replica:
     def outputs(self, inputs: Tensor) -> Tensor:
         """Return what the model makes of some inputs; no gradients, no dropout."""
         with evaluation_mode(self._chain.blocks):
-            output = self._chain.evaluate(inputs.to(self._device), None)
-        return self._splitting.whole_output(output)
+            inputs = as_input(inputs.to(self._device), self._plan)
+            output = self._chain.evaluate(inputs, None)
+        return wide(self._splitting.whole_output(output))
 
     def on_change(self) -> None:
         """Say that the weights are others now."""

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ganglion.comm import Group, World
-from ganglion.gradients import GradientReducer, clip_factor, global_norm
+from ganglion.gradients import GradientReducer, global_norm
 from ganglion.trace import COMPUTE, HOST, Recorder
 from ganglion.train.averaged import Averaged, averaging_around
 from ganglion.train.device import peak_bytes
 from ganglion.train.executor import Share, StepResult
 from ganglion.train.replica import Replica
 from ganglion.train.updating import Update
+from ganglion.train.verdict import Judge, Verdict
 
 SetLr = Callable[[int], float]
 
@@ -33,15 +34,15 @@ class ReplicaExecutor:
         recorder: Recorder,
         *,
         set_lr: SetLr,
-        max_grad_norm: float,
+        judge: Judge,
         device: torch.device,
         norm_group: Group | None = None,
         averaged: Averaged | None = None,
     ) -> None:
         """Join a replica with its gradients and their update; `set_lr(step)` sets the rate.
 
-        With a `norm_group`, the ranks of it hold parts of the gradients; `averaged` weights are
-        those of one worker.
+        The `judge` says what becomes of gradients. With a `norm_group`, the ranks of it hold parts
+        of them; `averaged` weights are those of one worker.
         """
         self._world = world
         self._replica = replica
@@ -49,7 +50,7 @@ class ReplicaExecutor:
         self._update = update
         self._recorder = recorder
         self._set_lr = set_lr
-        self._max_grad_norm = max_grad_norm
+        self._judge = judge
         self._device = device
         self._norm_group = norm_group
         self._averaged = averaged
@@ -67,15 +68,18 @@ class ReplicaExecutor:
         self._recorder.step = step
         if self._averaged is not None:
             self._averaged.begin_pass()
-        loss = self._replica.forward_backward(batch, step)
+        loss = self._replica.forward_backward(batch, step, self._judge.scale_of(step))
         with self._recorder.span(COMPUTE, "update", step=step):
-            grad_norm = self._norm()
+            verdict = self._judge.decide(step, self._norm())
             lr = self._set_lr(step)
-            with averaging_around(self._averaged, lr):
-                self._update.step(self._reducer.buffers, self._factor(grad_norm))
+            if verdict.is_skipped:
+                self._update.skip()
+            else:
+                with averaging_around(self._averaged, lr):
+                    self._update.step(self._reducer.buffers, verdict.factor)
         self._replica.on_change()
         self._step += 1
-        yield self._agree(loss, grad_norm, lr)
+        yield self._agree(loss, verdict, lr)
 
     def drain(self) -> Iterator[StepResult]:
         """Yield nothing: a step is over when it is over."""
@@ -121,10 +125,6 @@ class ReplicaExecutor:
             yield
         self._replica.on_change()
 
-    def _factor(self, norm: Tensor) -> Tensor | None:
-        """Return what to multiply the gradients with."""
-        return clip_factor(norm, self._max_grad_norm) if self._max_grad_norm > 0 else None
-
     def _norm(self) -> Tensor:
         """Return the norm of all gradients of the replica, of which this rank may have a part."""
         if self._norm_group is None:
@@ -133,9 +133,9 @@ class ReplicaExecutor:
         self._norm_group.all_reduce(total).wait()
         return total.sqrt()[0]
 
-    def _agree(self, loss: Tensor, grad_norm: Tensor, lr: float) -> StepResult:
+    def _agree(self, loss: Tensor, verdict: Verdict, lr: float) -> StepResult:
         """Exchange the few numbers of a step, so that every rank reports the same."""
-        numbers = (loss, self._stop, peak_bytes(self._device), grad_norm)
+        numbers = (loss, self._stop, peak_bytes(self._device), verdict.norm)
         mine = [float(number) for number in numbers]
         with self._recorder.span(HOST, "agree", step=self._step - 1):
             table = self._world.gather_numbers(mine)
@@ -148,4 +148,6 @@ class ReplicaExecutor:
             peak_bytes=int(table[:, 2].max()),
             stop_requested=bool(table[:, 1].any()),
             finished_s=time.perf_counter(),
+            loss_scale=verdict.loss_scale,
+            skipped=verdict.is_skipped,
         )

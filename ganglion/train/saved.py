@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -43,6 +43,7 @@ _WORKER = "worker"  # and its number: what belongs to one worker of elastic aver
 _FEEDBACK = "feedback."
 _HAS_FEEDBACK = "error_feedback"
 _NUM_EXCHANGES = "exchanges"
+_LOSS_SCALE = "loss_scale"
 
 
 def save_run(
@@ -58,6 +59,7 @@ def save_run(
             "seed": parts.seed,
             _HAS_FEEDBACK: parts.feedback is not None,
             _NUM_EXCHANGES: max((a.metrics().num_exchanges for a in parts.averaged), default=0),
+            **_saved_scale(parts),
         },
     )
     check_state_shapes(parts.optimizers, _places(parts))
@@ -87,6 +89,7 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     group, leaving = _process_group(parts.world), () if by_worker else (_WORKER,)
     state = load(path, tensors, process_group=group, leaving=leaving)
     parts.on_load()
+    _restart_scale(parts, state)
     check_state_shapes(parts.optimizers, _places(parts))
     for averaged in parts.averaged:
         num_exchanges = int(cast(int, state.extra.get(_NUM_EXCHANGES, 0)))
@@ -95,6 +98,20 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     for line in (*_changes(parts, state), *changed_settings(parts.optimizers, state.optimizer)):
         logger.warning("resumed from %s with other settings: %s", path, line)
     return state.step
+
+
+def _saved_scale(parts: RunParts) -> dict[str, JSON]:
+    if parts.scaling is None:
+        return {}
+    scales, num_fine = parts.scaling.state()
+    return {_LOSS_SCALE: {"scales": list(scales), "num_fine": num_fine}}
+
+
+def _restart_scale(parts: RunParts, state: SavedState) -> None:
+    """Go on with the saved loss scale; a run that had none begins with a new one."""
+    if parts.scaling is not None:
+        saved = cast(dict[str, Any], state.extra.get(_LOSS_SCALE, {}))
+        parts.scaling.restart(state.step, **saved)
 
 
 def with_saved_cut(plan: Plan, folder: Path, world: World) -> Plan:

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from ganglion.comm import Arrival, Transport
-from ganglion.gradients import GradientBuckets, clip_factor
+from ganglion.gradients import GradientBuckets
 from ganglion.pipeline import ErrorFeedback, Stage, WeightVersions
 from ganglion.schedules.action import Action
 from ganglion.tensor import Weights
 from ganglion.train.averaged import Averaged, averaging_around
 from ganglion.train.exchange import Exchange
 from ganglion.train.updating import Update
+from ganglion.train.verdict import Judge, Verdict
 
 TIED = "tied"
 
@@ -71,19 +72,20 @@ class StageWorker:
         exchange: Exchange,
         transport: Transport | None,
         set_lr: Callable[[int], float],
-        max_grad_norm: float,
+        judge: Judge,
         weights: Weights | None = None,
     ) -> None:
         """Work with the stages `parts`; `set_lr(step)` sets the learning rate of an update.
 
-        `weights` are those that are stored in pieces.
+        The `judge` says what becomes of gradients; `weights` are those that are stored in pieces.
         """
         self._weights = weights
         self._parts = parts
         self._exchange = exchange
         self._transport = transport
         self._set_lr = set_lr
-        self._max_grad_norm = max_grad_norm
+        self._judge = judge
+        self._verdicts: dict[int, Verdict] = {}
         self._inputs: dict[int, Tensor] = {}
         # Tied gradients of other ranks, by batch, rank and the number of the tie.
         self._tied: dict[tuple[int, int, int], Tensor] = {}
@@ -209,7 +211,7 @@ class StageWorker:
             members = [number for number, of in self._batch_of.items() if of == batch]
             loss = self._parts[max(self._parts)].stage.take_loss(members)
             self._exchange.start(batch, loss, self._square_norm(batch))
-        return self._max_grad_norm <= 0 or self._exchange.is_done(batch)
+        return not self._judge.needs_norm or self._exchange.is_done(batch)
 
     def _square_norm(self, batch: int) -> float:
         """Return the sum of squares of this rank's gradients; a tied one counts once."""
@@ -224,22 +226,29 @@ class StageWorker:
         return total
 
     def update(self, action: Action) -> None:
-        """Make the next weights of a stage."""
+        """Make the next weights of a stage, or leave them if that is the verdict."""
         part, batch = self._parts[action.stage], action.index
         which = batch % part.num_sets
         part.buckets.select(which)
-        factor, lr = self._factor(batch), self._set_lr(batch)
-        with averaging_around(part.averaged, lr):
-            part.update.step(part.buckets.buffers(which), factor)
+        verdict, lr = self._verdict(batch), self._set_lr(batch)
+        if verdict is not None and verdict.is_skipped:
+            part.update.skip()
+        else:
+            with averaging_around(part.averaged, lr):
+                part.update.step(part.buckets.buffers(which), verdict and verdict.factor)
         self.on_change()
         self._forget(action.stage, batch)
 
-    def _factor(self, batch: int) -> Tensor | None:
-        """Return what to multiply the gradients of a batch with."""
-        if self._max_grad_norm <= 0:
-            return None
-        norm = torch.tensor(self._exchange.norm(batch), dtype=torch.float64)
-        return clip_factor(norm, self._max_grad_norm)
+    def take_verdict(self, batch: int) -> Verdict | None:
+        """Return the verdict on a batch that is updated, and forget it; None if none was needed."""
+        return self._verdicts.pop(batch, None)
+
+    def _verdict(self, batch: int) -> Verdict | None:
+        """Return the verdict on a batch, the same for all stages of this rank."""
+        if self._judge.needs_norm and batch not in self._verdicts:
+            norm = torch.tensor(self._exchange.norm(batch), dtype=torch.float64)
+            self._verdicts[batch] = self._judge.decide(batch, norm)
+        return self._verdicts.get(batch)
 
     def _forget(self, stage: int, batch: int) -> None:
         self._started.discard((stage, batch))

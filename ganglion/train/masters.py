@@ -1,0 +1,89 @@
+"""Master weights: an update in fp32 of weights and gradients that are stored in half precision.
+
+    half gradients --widen, x factor--> fp32 gradients --optimizers--> masters --round--> weights
+
+The factor (clipping, the loss scale) is applied after widening: in half it would round or vanish.
+With weight versions there is one master, and the rounded weights go into the dead buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ganglion.pipeline import WeightVersions
+from ganglion.train.optimizers import OptimizerFactory, build_optimizers
+
+
+class MasterUpdate:
+    """Optimizers on fp32 masters; the parameters of the model follow them."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        masters: Mapping[str, nn.Parameter],
+        factory: OptimizerFactory,
+        versions: WeightVersions | None = None,
+    ) -> None:
+        """Build optimizers for the masters of trainable parameters, which go by the same names."""
+        self._parameters = parameters
+        self._masters = masters
+        self._versions = versions
+        self._flat = _give_gradients(masters)
+        self.optimizers = build_optimizers(factory, masters) if masters else []
+
+    def step(self, buffers: Sequence[Tensor], factor: Tensor | None) -> None:
+        """Widen the gradients, let the optimizers step, and round to the next weights."""
+        for name, master in self._masters.items():
+            gradient = self._parameters[name].grad
+            assert master.grad is not None and gradient is not None, "both live in flat memory"
+            master.grad.copy_(gradient)
+        if factor is not None:
+            self._flat.mul_(factor)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self._versions is None:
+            self._round(self._parameters)
+        else:
+            self._round(self._versions.open_next())
+            self._versions.end_update()
+
+    def skip(self) -> None:
+        """Let the next version, if there are versions, be the present one."""
+        if self._versions is not None:
+            self._versions.begin_update()
+            self._versions.end_update()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the masters."""
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    def on_load(self) -> None:
+        """Round the masters to the present weights."""
+        present = self._parameters if self._versions is None else self._versions.present()
+        self._round(present)
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Return the fp32 gradients of the last step."""
+        named = self._masters.items()
+        return {name: master.grad for name, master in named if master.grad is not None}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    @torch.no_grad()
+    def _round(self, weights: Mapping[str, Tensor]) -> None:
+        for name, master in self._masters.items():
+            weights[name].copy_(master)
+
+
+def _give_gradients(masters: Mapping[str, nn.Parameter]) -> Tensor:
+    """Give every master a gradient in one flat piece of memory, and return that."""
+    sizes = [master.numel() for master in masters.values()]
+    device = next(iter(masters.values())).device if masters else None
+    flat = torch.zeros(sum(sizes), device=device)
+    for master, piece in zip(masters.values(), flat.split_with_sizes(sizes), strict=True):
+        master.grad = piece.view(master.shape)
+    return flat
