@@ -34,6 +34,7 @@ from ganglion.errors import CheckpointError
 from ganglion.plan import Plan
 from ganglion.topology import TENSOR_AXES
 from ganglion.train.parts import RunParts
+from ganglion.train.precision import wide
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def save_run(
         remove_incomplete(folder)
     return save(
         folder,
-        _tensors(parts, by_worker=parts.plan.averages),
+        _tensors(parts, _wide_older(parts), by_worker=parts.plan.averages),
         state,
         parts.world,
         process_group=_process_group(parts.world),
@@ -85,9 +86,12 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     saved = read_state(path).plan
     by_worker = saved.averages and parts.plan.averages and saved.data == parts.plan.data
     _prepare_optimizers(parts, path, saved, by_worker)
-    tensors = _tensors(parts, by_worker=by_worker)
+    older = _wide_older(parts)
+    tensors = _tensors(parts, older, by_worker=by_worker)
     group, leaving = _process_group(parts.world), () if by_worker else (_WORKER,)
     state = load(path, tensors, process_group=group, leaving=leaving)
+    for name, tensor in parts.executor.older_weights().items():
+        tensor.copy_(older[name])
     parts.on_load()
     _restart_scale(parts, state)
     check_state_shapes(parts.optimizers, _places(parts))
@@ -162,15 +166,22 @@ def _worker(parts: RunParts) -> str:
     return f"{_WORKER}{parts.world.coordinates.data}."
 
 
-def _tensors(parts: RunParts, *, by_worker: bool) -> dict[str, Saveable]:
+def _wide_older(parts: RunParts) -> dict[str, Tensor]:
+    """Return the weights before the newest in fp32 at least: a run of any precision takes them."""
+    return {name: wide(tensor) for name, tensor in parts.executor.older_weights().items()}
+
+
+def _tensors(
+    parts: RunParts, older: Mapping[str, Tensor], *, by_worker: bool
+) -> dict[str, Saveable]:
     """Return everything of the run that is a tensor, with where pieces belong.
 
     `by_worker`: the model is the centre, and each worker has weights and optimizer of its own.
     """
     places, owner = _places(parts), _worker(parts) if by_worker else ""
-    kinds = {
+    kinds: dict[str, Mapping[str, Tensor]] = {
         _MODEL: parts.shared_tensors() if by_worker else parts.model_tensors(),
-        _OLDER: parts.executor.older_weights(),
+        _OLDER: older,
         _FEEDBACK: parts.feedback or {},
     }
     if by_worker:
