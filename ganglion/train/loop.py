@@ -39,7 +39,7 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
         metrics = _metrics(job, result, step_s, val_loss)
         if result.skipped:
             logger.warning(
-                "step %d skipped: gradients overflowed at loss scale %g",
+                "step %d skipped: gradients overflowed at loss scale %.0f",
                 *(result.step, result.loss_scale),
             )
         for observer in observers:

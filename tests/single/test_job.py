@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 from ganglion.comm import open_world
 from ganglion.config import Override, load_run_file, resolve
 from ganglion.errors import GanglionError
+from ganglion.schedules.loss_scale import LossScale
 from ganglion.topology import Launch
 from ganglion.trace import StepMetrics, read_events, read_metrics
 from ganglion.train import Job, build_job, file_observers, train
@@ -84,6 +89,18 @@ KINDS: dict[str, dict[str, str]] = {
     "learned positions": {"data.source": "corpus.txt", "model.positions": "learned"},
     "grouped queries": {"data.source": "corpus.txt", "model.kv_heads": "1"},
     "bf16": {"data.source": "corpus.txt", "train.precision": "bf16"},
+    "bf16 masters": {"data.source": "corpus.txt", "train.precision": "bf16_master"},
+    "fp16 masters, widened": {
+        "data.source": "corpus.txt",
+        "train.precision": "fp16_master",
+        "memory.compute_fp32": "true",
+    },
+    "fp16 masters on images": {
+        "model.build": "mine:build",
+        "model.args.width": "32",
+        "data.kind": "images",
+        "train.precision": "fp16_master",
+    },
     "muon": {"data.source": "corpus.txt", "optimizer.name": "muon"},
     "sgd": {"data.source": "corpus.txt", "optimizer.name": "sgd", "optimizer.lr": "0.1"},
     "mlp on images": {"model.kind": "mlp", "data.kind": "images"},
@@ -137,6 +154,30 @@ def test_files_of_a_run(folder: Path) -> None:
     assert set(curves) == {
         "loss", "grad_norm", "tokens_per_s", "step_s", "lr", "peak_bytes", "val_loss",
     }  # fmt: skip
+
+
+def test_skipped_steps_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A scale that is much too large: the first steps overflow, and the run says so."""
+    made = partial(LossScale, initial=2.0**24)
+    monkeypatch.setattr(import_module("ganglion.train.parallelize"), "LossScale", made)
+    settings = {"data.kind": "synthetic", "train.steps": "8", "output.tensorboard": "true"}
+    job = make_job(folder, **settings, **{"train.precision": "fp16_master"})
+    observers = file_observers(job)
+    with job.run, caplog.at_level(logging.WARNING):
+        train(job, observers)
+    for observer in observers:
+        observer.close()
+    found = read_metrics(folder / "metrics.jsonl")
+    bad = [record.step for record in found if record.skipped]
+    assert bad and bad[0] == 1 and found[-1].skipped is False
+    assert [r.loss_scale for r in found[:2]] == [2.0**24, 2.0**23]
+    assert math.isnan(found[0].grad_norm), "JSON has no infinity"
+    lines = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
+    assert lines[0] == "step 1 skipped: gradients overflowed at loss scale 16777216"
+    assert len(lines) == len(bad)
+    assert read_scalars(folder / "tensorboard")["skipped"][0].value == 1
 
 
 def read_scalars(folder: Path) -> dict[str, list]:

@@ -43,15 +43,15 @@ class Seen:
         return [result.skipped for result in self.results]
 
 
-def spoil(run: Run, plan: Plan, batch: int) -> None:
-    """Let the gradient of one parameter be infinite in the second microbatch of a batch."""
+def spoil(run: Run, plan: Plan, batch: int, value: float = math.inf) -> None:
+    """Let the gradient of one parameter overflow in the second microbatch of a batch."""
     parameter = next(p for name, p in run._parts.parameters.items() if "norm.weight" in name)
     calls = [0]
 
     def hook(gradient: Tensor) -> Tensor:
         number, calls[0] = calls[0], calls[0] + 1
         is_bad = number == batch * plan.num_microbatches + 1
-        return gradient * math.inf if is_bad else gradient
+        return gradient * value if is_bad else gradient
 
     parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -68,10 +68,10 @@ def state_of(run: Run) -> dict[str, Tensor]:
     return found
 
 
-def train_spoiled(world: World, plan: Plan, case: Case, victim: int) -> Seen:
+def train_spoiled(world: World, plan: Plan, case: Case, victim: int, value: float) -> Seen:
     run, seen = make_run(world, plan, case), Seen()
     if world.rank == victim:
-        spoil(run, plan, SPOILED)
+        spoil(run, plan, SPOILED, value)
     for batch in make_batches(case):
         seen.results += run.steps([share_of(batch, world, plan)])
         seen.states.append(state_of(run))
@@ -90,9 +90,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+@pytest.mark.parametrize(("max_grad_norm", "value"), [(0.0, math.inf), (0.5, math.nan)])
 @pytest.mark.parametrize("where", LAYOUTS)
-def test_one_rank_overflows_and_all_skip(where: str, max_grad_norm: float) -> None:
+def test_one_rank_overflows_and_all_skip(where: str, max_grad_norm: float, value: float) -> None:
     plan, victim = LAYOUTS[where]
     model = "wide_gpt" if plan.x * plan.z > 1 else "gpt"
     case = dataclasses.replace(CASE, model=model, max_grad_norm=max_grad_norm)
@@ -100,7 +100,7 @@ def test_one_rank_overflows_and_all_skip(where: str, max_grad_norm: float) -> No
     plan = dataclasses.replace(
         plan, precision=FP16_MASTER, num_microbatches=4, microbatch_size=size
     )
-    found = run_threads(plan.mesh(), lambda world: train_spoiled(world, plan, case, victim))
+    found = run_threads(plan.mesh(), lambda world: train_spoiled(world, plan, case, victim, value))
     for seen in found:
         assert seen.skipped == [step == SPOILED for step in range(5)]
         assert seen.scales == [2.0**16] * 3 + [2.0**15] * 2
