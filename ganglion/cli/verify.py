@@ -46,7 +46,8 @@ def verify_command(options: VerifyOptions) -> int:
     """Train twice and compare; return 0 if every parameter is the same, else 1."""
     launch = read_launch(os.environ)
     file = _shortened(read_run_file(options.layout, launch), options.steps)
-    plan = replace(make_plan(options.layout, file, launch), precision="fp32")
+    plan = make_plan(options.layout, file, launch)
+    plan = replace(plan, precision="fp32", compute_fp32=False)
     plan.require_built()
     _check(file, plan, launch)
     serial = serial_plan(plan)
@@ -111,6 +112,7 @@ def _shortened(file: RunFile, steps: int) -> RunFile:
     train = {"stop_at": steps, "steps": max(steps, file.train.steps), "precision": "fp32"}
     changes = {
         "train": file.train.model_copy(update=train),
+        "memory": file.memory.model_copy(update={"compute_fp32": False}),
         "trace": file.trace.model_copy(update={"enabled": False}),
     }
     return file.model_copy(update=changes)

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ganglion.comm import World
 from ganglion.models import LossFn
+from ganglion.plan import FP32
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,8 @@ def machine_peak(
     world: World, device: torch.device, precision: str, budget_s: float = 0.4
 ) -> float:
     """Return the operations per second of all ranks together, each multiplying at once."""
-    dtype = torch.bfloat16 if precision == "bf16" and device.type == "cuda" else torch.float32
+    is_half = precision != FP32 and device.type == "cuda"
+    dtype = torch.bfloat16 if is_half else torch.float32
     size = 1024 if device.type == "cpu" else 8192
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     _multiply(left, right)

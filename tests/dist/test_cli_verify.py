@@ -80,7 +80,11 @@ def assert_equal(result: CompletedProcess[str], cwd: Path) -> dict[str, tuple[fl
     ("options", "text"),
     [
         (
-            ["--parallel.pipe", "2", "--parallel.schedule", "2bw", "--memory.recompute", "full"],
+            [
+                *("--parallel.pipe", "2", "--parallel.schedule", "2bw"),
+                *("--memory.recompute", "full", "--memory.compute_fp32", "true"),
+                *("--train.precision", "bf16_master"),
+            ],
             "on 2 processes (pipe=2)",
         ),
         (
