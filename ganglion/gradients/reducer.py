@@ -107,6 +107,11 @@ class GradientReducer:
         self._buckets.close()
 
     @property
+    def buckets(self) -> GradientBuckets:
+        """The gradients as they are reduced."""
+        return self._buckets
+
+    @property
     def _started(self) -> Sequence[Reduction]:
         return self._buckets.started(0)
 

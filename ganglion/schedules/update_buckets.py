@@ -86,7 +86,7 @@ class _Filling:
         start = 0
         while start < size:
             room = self._bound - self._used
-            if not room or (not divisible and padded(size) > room and self._used):
+            if room <= 0 or (not divisible and padded(size) > room and self._used):
                 self.close()
                 continue
             stop = min(size, start + room) if divisible else size

@@ -63,6 +63,7 @@ class Drive:
         assert move.bucket == len(same), "moves of a kind begin in order, each once"
         assert not any(m.kind == move.kind for m in self.under_way), "one at a time"
         if move.kind == READ:
+            assert not (self.told and self.verdict is False)
             held = {m.bucket for m in self.begun if m.kind == READ}
             held -= {m.bucket for m in self.finished if m.kind == WRITE}
             assert len(held) < self.num_slots
@@ -172,6 +173,14 @@ def test_a_large_parameter_fills_the_bucket_that_another_began() -> None:
     assert [bucket.slices for bucket in buckets] == [
         (Slice(0, 0, 100), Slice(1, 0, GRAIN)),
         (Slice(1, GRAIN, 3 * GRAIN),),
+    ]
+
+
+def test_nothing_joins_a_parameter_that_is_larger_than_a_bucket() -> None:
+    buckets = cut_update([3 * GRAIN, 100, 100], [False, True, False], "aaa", 2 * GRAIN)
+    assert [bucket.slices for bucket in buckets] == [
+        (Slice(0, 0, 3 * GRAIN),),
+        (Slice(1, 0, 100), Slice(2, 0, 100)),
     ]
 
 

@@ -1,0 +1,101 @@
+"""Any torch optimizer, over pieces of its parameters: the same settings, other tensors.
+
+An update by buckets never writes an optimizer anew. For each bucket it takes a shallow copy of the
+optimizer, gives it the pieces as parameters and their state from a slot, and lets it step. An
+optimizer that treats each element by itself may be given slices; any other gets whole parameters,
+which it must treat each by itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+# Of exactly these types: a subclass may do something else with its elements.
+_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
+_OF_PARAMETERS = ("params", "param_names")
+
+State = dict[str, Any]
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Say whether slices of parameters are updated as the whole would be, bit by bit."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+def over_pieces(
+    optimizer: Optimizer,
+    groups: Mapping[int, Sequence[nn.Parameter]],
+    state: Mapping[nn.Parameter, State],
+) -> Optimizer:
+    """Return a copy of an optimizer with some groups over other parameters and their state."""
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.param_groups = [
+        {**settings(optimizer.param_groups[number]), "params": list(pieces)}
+        for number, pieces in groups.items()
+    ]
+    copy.state = defaultdict(dict)
+    for parameter, entries in state.items():
+        copy.state[parameter] = entries
+    return copy
+
+
+def take_over(optimizer: Optimizer, number: int, copy: Optimizer, group: State) -> None:
+    """Let an optimizer have what its copy changed beside parameters and state, as it may count."""
+    own = {"param_groups", "state"}
+    optimizer.__dict__.update({k: v for k, v in copy.__dict__.items() if k not in own})
+    optimizer.param_groups[number].update(settings(group))
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group says beside its parameters."""
+    return {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
+
+
+def is_moved(entry: str, value: object, like: Tensor) -> bool:
+    """Say whether an entry of a parameter's state lives on the tier: one number for each of its.
+
+    Counts of steps and the like stay in memory, as do entries of other shapes or dtypes.
+    """
+    if entry == "step" or not isinstance(value, Tensor):
+        return False
+    return value.shape == like.shape and value.dtype == like.dtype
+
+
+def copied(value: Any) -> Any:
+    """Return an entry that a step may change without changing the given one."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def foreseen_entries(optimizer: Optimizer) -> list[str]:
+    """Return the entries that an elementwise optimizer will make, found on one number; else []."""
+    if not is_elementwise(optimizer):
+        return []
+    found: dict[str, None] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        like = group["params"][0]
+        dummy = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+        dummy.grad = torch.zeros_like(dummy)
+        given = {} if not optimizer.state.get(like) else {dummy: _ones(optimizer.state[like], like)}
+        probe = over_pieces(optimizer, {number: [dummy]}, given)
+        probe.step()
+        for entry, value in probe.state[dummy].items():
+            if is_moved(entry, value, dummy):
+                found[entry] = None
+    return list(found)
+
+
+def _ones(state: State, like: Tensor) -> State:
+    """Return state for the dummy, of an optimizer that made its own at once."""
+    return {
+        entry: torch.ones(2, dtype=value.dtype, device=like.device)
+        if is_moved(entry, value, like)
+        else copied(value)
+        for entry, value in state.items()
+    }

@@ -1,0 +1,165 @@
+"""An update over parameters of many shapes, with its state in memory or on a tier, to compare."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from ganglion.comm import SoloGroup
+from ganglion.config.schema import OptimizerSection
+from ganglion.gradients import GradientBuckets, Reach
+from ganglion.trace import Recorder
+from ganglion.train.offloaded import Carriage, OffloadedUpdate, OffloadSettings
+from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
+from ganglion.train.updating import PlainUpdate, Update
+
+# Several grains of 2048 elements and a tail; less than a grain; a matrix; a single number.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embedding.weight": (71, 83),
+    "layers.0.weight": (64, 100),
+    "layers.0.bias": (100,),
+    "layers.1.weight": (130, 33),
+    "layers.1.scale": (1,),
+    "head.weight": (19, 130),
+}
+
+
+class Counting(Optimizer):
+    """A user's own optimizer: looks at whole matrices, counts in its group and in itself."""
+
+    def __init__(self, params: object, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "num_steps": 0})  # type: ignore[arg-type]
+        self.num_calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.num_calls += 1
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.zeros_like(p)
+                    state["rows"] = torch.zeros(p.shape[0])
+                state["mean"].mul_(0.9).add_(p.grad)
+                state["rows"].add_(p.grad.reshape(p.shape[0], -1).square().sum(1))
+                scale = p.grad.norm() * group["num_steps"] + self.num_calls
+                p.sub_(state["mean"] * (group["lr"] / (scale + state["rows"].sum())))
+
+
+FACTORIES: dict[str, OptimizerFactory] = {
+    "sgd": functools.partial(SGD, lr=0.1, weight_decay=0.01),
+    "momentum": functools.partial(SGD, lr=0.1, momentum=0.9),
+    "dampening": functools.partial(SGD, lr=0.1, momentum=0.9, dampening=0.3),
+    "nesterov fused": functools.partial(SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "adam": functools.partial(Adam, lr=0.01, amsgrad=True),
+    "adamw": functools.partial(AdamW, lr=0.01, weight_decay=0.1),
+    "adamw fused": functools.partial(AdamW, lr=0.01, weight_decay=0.1, fused=True),
+    "adamw foreach": functools.partial(AdamW, lr=0.01, weight_decay=0.1, foreach=True),
+    "rmsprop": functools.partial(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "adagrad": functools.partial(Adagrad, lr=0.01),
+    "groups": optimizer_factory(OptimizerSection(name="adamw", lr=0.01)),
+    "muon": optimizer_factory(OptimizerSection(name="muon", lr=0.01)),
+    "own": Counting,
+}
+MakeUpdate = Callable[[Mapping[str, nn.Parameter], OptimizerFactory, GradientBuckets], Update]
+
+
+def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    """Return parameters of many shapes, the same at every call."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in SHAPES.items()
+    }
+
+
+def make_buckets(parameters: Mapping[str, nn.Parameter]) -> GradientBuckets:
+    """Return their gradients in several buckets."""
+    return GradientBuckets(parameters, Reach(SoloGroup(0)), Recorder(0), bucket_bytes=30_000)
+
+
+def plain(
+    parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory, buckets: GradientBuckets
+) -> Update:
+    return PlainUpdate(parameters, factory)
+
+
+def carriage(
+    tier: str, folder: Path, bucket_size: int = 4096, recorder: Recorder | None = None
+) -> Carriage:
+    return Carriage(
+        tier=tier,
+        settings=OffloadSettings(folder=folder, bucket_size=bucket_size),
+        device=torch.device("cpu"),
+        recorder=recorder or Recorder(0, enabled=False),
+        timeout_s=20.0,
+    )
+
+
+def offloaded(tier: str, folder: Path, bucket_size: int = 4096) -> MakeUpdate:
+    def make(
+        parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory, buckets: GradientBuckets
+    ) -> Update:
+        return OffloadedUpdate(parameters, factory, buckets, carriage(tier, folder, bucket_size))
+
+    return make
+
+
+def fill_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
+    """Write the gradients of a step where the buckets want them."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters.values():
+        assert parameter.grad is not None
+        noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.grad.copy_(noise.to(parameter.dtype))
+
+
+def factor_of(step: int) -> Tensor | None:
+    """Return what gradients are clipped by: every third step not at all."""
+    return None if step % 3 == 0 else torch.tensor(0.5 + 0.01 * step, dtype=torch.float64)
+
+
+def rates(update: Update, step: int) -> None:
+    for optimizer in update.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+
+
+def train(
+    update: Update, parameters: Mapping[str, nn.Parameter], buckets: GradientBuckets, steps: range
+) -> None:
+    for step in steps:
+        fill_gradients(parameters, step)
+        rates(update, step)
+        update.step(buckets.buffers(0), factor_of(step))
+
+
+def state_of(update: Update, parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
+    """Return all state by parameter and entry, and what groups count."""
+    names = {id(p): name for name, p in parameters.items()}
+    found: dict[str, object] = {}
+    for number, optimizer in enumerate(update.optimizers):
+        for parameter, entries in optimizer.state.items():
+            for entry, value in entries.items():
+                found[f"{names[id(parameter)]}.{entry}"] = value
+        for g, group in enumerate(optimizer.param_groups):
+            others = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            found[f"group {number}.{g}"] = others
+    return found
+
+
+def assert_same_state(actual: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        other = actual[key]
+        if isinstance(value, Tensor):
+            assert isinstance(other, Tensor)
+            assert torch.equal(other, value) and other.dtype == value.dtype, key
+        else:
+            assert other == value, key
