@@ -22,6 +22,8 @@ FP32, BF16, BF16_MASTER, FP16_MASTER = "fp32", "bf16", "bf16_master", "fp16_mast
 PRECISIONS: tuple[str, ...] = (FP32, BF16, BF16_MASTER, FP16_MASTER)
 # "full": only the input of each block is kept, and its inside is computed again in backward.
 RECOMPUTES: tuple[str, ...] = ("none", "full")
+# Where optimizer state and masters live between updates.
+OFFLOADS: tuple[str, ...] = ("none", "host", "disk")
 # How replicas stay together: by summing gradients, or as workers of elastic averaging.
 NO_AVERAGING, SYNC_EASGD, LOCAL_SGD = "none", "sync_easgd", "local_sgd"
 AVERAGINGS: tuple[str, ...] = (NO_AVERAGING, SYNC_EASGD, LOCAL_SGD)
@@ -76,6 +78,11 @@ class Plan:
             raise ConfigError(
                 f"memory.recompute = {self.recompute!r} is not one of {list(RECOMPUTES)}: choose "
                 f"one of them (of a plan: recompute)"
+            )
+        if self.offload not in OFFLOADS:
+            raise ConfigError(
+                f"memory.offload = {self.offload!r} is not one of {list(OFFLOADS)}: choose one of "
+                f"them (of a plan: offload)"
             )
         if self.averaging not in AVERAGINGS:
             raise ConfigError(
@@ -201,7 +208,6 @@ class Plan:
 
 # What each field must be until its machinery exists, and its key in a run file.
 _UNBUILT: dict[str, tuple[object, str]] = {
-    "offload": ("none", "memory.offload"),
     "servers": (0, "averaging.servers"),
 }
 

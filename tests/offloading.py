@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,9 +14,13 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from ganglion.comm import SoloGroup
 from ganglion.config.schema import OptimizerSection
 from ganglion.gradients import GradientBuckets, Reach
+from ganglion.pipeline import WeightVersions
 from ganglion.trace import Recorder
-from ganglion.train.offloaded import Carriage, OffloadedUpdate, OffloadSettings
+from ganglion.train.masters import MasterUpdate
+from ganglion.train.offloaded import OffloadedUpdate, OffloadSettings, StateOnTier
+from ganglion.train.offloaded_masters import OffloadedMasterUpdate, masters_on_tier
 from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
+from ganglion.train.precision import take_masters
 from ganglion.train.updating import PlainUpdate, Update
 
 # Several grains of 2048 elements and a tail; less than a grain; a matrix; a single number.
@@ -67,7 +72,16 @@ FACTORIES: dict[str, OptimizerFactory] = {
     "muon": optimizer_factory(OptimizerSection(name="muon", lr=0.01)),
     "own": Counting,
 }
-MakeUpdate = Callable[[Mapping[str, nn.Parameter], OptimizerFactory, GradientBuckets], Update]
+
+
+@dataclass(frozen=True)
+class Part:
+    """An update with what it works on."""
+
+    update: Update
+    parameters: Mapping[str, nn.Parameter]
+    buckets: GradientBuckets
+    state: StateOnTier | None = None
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -85,30 +99,81 @@ def make_buckets(parameters: Mapping[str, nn.Parameter]) -> GradientBuckets:
 
 
 def plain(
-    parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory, buckets: GradientBuckets
-) -> Update:
-    return PlainUpdate(parameters, factory)
+    parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory, num_versions: int = 1
+) -> Part:
+    """Return an update with all in memory."""
+    versions = make_versions(parameters, num_versions)
+    buckets = make_buckets(parameters)
+    return Part(PlainUpdate(parameters, factory, versions), parameters, buckets)
 
 
-def carriage(
-    tier: str, folder: Path, bucket_size: int = 4096, recorder: Recorder | None = None
-) -> Carriage:
-    return Carriage(
-        tier=tier,
-        settings=OffloadSettings(folder=folder, bucket_size=bucket_size),
-        device=torch.device("cpu"),
-        recorder=recorder or Recorder(0, enabled=False),
-        timeout_s=20.0,
-    )
+def masters(
+    parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory, num_versions: int = 1
+) -> Part:
+    """Return an update of masters, all in memory."""
+    made = take_masters([], parameters, "bf16_master")
+    versions = make_versions(parameters, num_versions)
+    buckets = make_buckets(parameters)
+    return Part(MasterUpdate(parameters, made, factory, versions), parameters, buckets)
 
 
-def offloaded(tier: str, folder: Path, bucket_size: int = 4096) -> MakeUpdate:
-    def make(
-        parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory, buckets: GradientBuckets
-    ) -> Update:
-        return OffloadedUpdate(parameters, factory, buckets, carriage(tier, folder, bucket_size))
+def make_versions(
+    parameters: Mapping[str, nn.Parameter], num_versions: int
+) -> WeightVersions | None:
+    return WeightVersions(parameters, num_versions) if num_versions > 1 else None
 
-    return make
+
+@dataclass(frozen=True)
+class Offloaded:
+    """Makes updates with their state on a tier."""
+
+    folder: Path
+    tier: str = "disk"
+    bucket_size: int = 4096
+    recorder: Recorder = field(default_factory=lambda: Recorder(0, enabled=False))
+    timeout_s: float = 20.0
+
+    def plain(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        factory: OptimizerFactory,
+        num_versions: int = 1,
+    ) -> Part:
+        """Return an update of weights that stay."""
+        state = self.state(parameters)
+        versions = make_versions(parameters, num_versions)
+        buckets = make_buckets(parameters)
+        update = OffloadedUpdate(parameters, factory, buckets, state, versions)
+        return Part(update, parameters, buckets, state)
+
+    def masters(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        factory: OptimizerFactory,
+        num_versions: int = 1,
+    ) -> Part:
+        """Return an update of masters on the tier, too."""
+        state = self.state(parameters, torch.float32)
+        made = take_masters(
+            [], parameters, "bf16_master", lambda _: masters_on_tier(state), state.store.release
+        )
+        versions = make_versions(parameters, num_versions)
+        buckets = make_buckets(parameters)
+        update = OffloadedMasterUpdate(parameters, made, factory, buckets, state, versions)
+        return Part(update, parameters, buckets, state)
+
+    def state(
+        self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype | None = None
+    ) -> StateOnTier:
+        return StateOnTier(
+            parameters,
+            self.tier,
+            OffloadSettings(folder=self.folder, bucket_size=self.bucket_size),
+            torch.device("cpu"),
+            self.recorder,
+            self.timeout_s,
+            dtype=dtype,
+        )
 
 
 def fill_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
@@ -125,32 +190,33 @@ def factor_of(step: int) -> Tensor | None:
     return None if step % 3 == 0 else torch.tensor(0.5 + 0.01 * step, dtype=torch.float64)
 
 
-def rates(update: Update, step: int) -> None:
-    for optimizer in update.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (1 + step)
-
-
-def train(
-    update: Update, parameters: Mapping[str, nn.Parameter], buckets: GradientBuckets, steps: range
-) -> None:
+def train(part: Part, steps: range) -> None:
+    """Make some steps; every seventh is skipped."""
     for step in steps:
-        fill_gradients(parameters, step)
-        rates(update, step)
-        update.step(buckets.buffers(0), factor_of(step))
+        fill_gradients(part.parameters, step)
+        for optimizer in part.update.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + step)
+        part.update.begin()
+        if step % 7 == 6:
+            part.update.skip()
+        else:
+            part.update.step(part.buckets.buffers(0), factor_of(step))
 
 
-def state_of(update: Update, parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
-    """Return all state by parameter and entry, and what groups count."""
-    names = {id(p): name for name, p in parameters.items()}
-    found: dict[str, object] = {}
-    for number, optimizer in enumerate(update.optimizers):
-        for parameter, entries in optimizer.state.items():
-            for entry, value in entries.items():
-                found[f"{names[id(parameter)]}.{entry}"] = value
+def state_of(part: Part) -> dict[str, object]:
+    """Return copies of weights and state by parameter and entry, and what groups count."""
+    found: dict[str, object] = {n: p.detach().clone() for n, p in part.parameters.items()}
+    found |= {f"saved {name}": w.clone() for name, w in part.update.weights().items()}
+    found |= {f"gradient {name}": g.clone() for name, g in part.update.gradients().items()}
+    for number, optimizer in enumerate(part.update.optimizers):
         for g, group in enumerate(optimizer.param_groups):
-            others = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            found[f"group {number}.{g}"] = others
+            names = group.pop("param_names")
+            for name, parameter in zip(names, group["params"], strict=True):
+                for entry, value in optimizer.state.get(parameter, {}).items():
+                    found[f"{name}.{entry}"] = value.clone() if isinstance(value, Tensor) else value
+            found[f"group {number}.{g}"] = {k: v for k, v in group.items() if k != "params"}
+            group["param_names"] = names
     return found
 
 

@@ -13,7 +13,7 @@ the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from ganglion.checkpoint.storage import TensorSpec
 from ganglion.errors import CheckpointError
 
 PREFIX = "optimizer."
+Room = Callable[[str, str], Tensor | None]  # of a parameter's entry
 _NOT_SETTINGS = ("params", "param_names")
 
 
@@ -95,15 +96,25 @@ def optimizer_record(optimizers: Sequence[Optimizer]) -> dict[str, JSON]:
     return {"groups": optimizer_settings(optimizers), "scalars": optimizer_scalars(optimizers)}
 
 
+def in_memory(name: str, entry: str) -> Tensor | None:
+    """Say that state lives where torch's optimizers would keep it."""
+    return None
+
+
 def prepare_optimizers(
-    optimizers: Sequence[Optimizer], path: Path, places: Places | None = None, owner: str = ""
+    optimizers: Sequence[Optimizer],
+    path: Path,
+    places: Places | None = None,
+    owner: str = "",
+    room: Room = in_memory,
 ) -> None:
     """Give each parameter the state entries the checkpoint has for it, tensors as zeros.
 
     Scalar entries get their saved values; tensors get theirs when `load` fills
     `optimizer_tensors(optimizers)`. `places` tell which parameters are pieces, `owner` what comes
-    before the names. Weights and hyper-parameters are not touched. Refuses a parameter that
-    another kind of optimizer was saved for.
+    before the names. `room(parameter, entry)` gives the tensor of an entry that is shaped like its
+    parameter and must not be made in memory. Weights and hyper-parameters are not touched. Refuses
+    a parameter that another kind of optimizer was saved for.
     """
     record = read_state(path).optimizer
     _check_kinds(optimizers, record, path)
@@ -122,7 +133,11 @@ def prepare_optimizers(
         whole = tuple(parameter.shape) if places is None else places.whole_shape(name, parameter)
         for entry, value in by_parameter.get(name, {}).items():
             if isinstance(value, TensorSpec):
-                optimizer.state[parameter][entry] = _zeros(parameter, whole, group, entry, value)
+                is_alike = entry != "step" and value == TensorSpec(whole, parameter.dtype)
+                made = room(name, entry) if is_alike else None
+                if made is None:
+                    made = _zeros(parameter, whole, group, entry, value)
+                optimizer.state[parameter][entry] = made
             else:
                 optimizer.state[parameter][entry] = value
 

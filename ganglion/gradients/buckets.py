@@ -46,6 +46,7 @@ class _Set:
     views: dict[int, Tensor] = field(default_factory=dict)  # by id of the parameter
     started: list[Reduction] = field(default_factory=list)
     step: int | None = None  # of the sums, once all buckets are started; None after a failure
+    num_waited: int = 0
 
 
 class GradientBuckets:
@@ -143,11 +144,20 @@ class GradientBuckets:
         """Return when all buckets of a started set hold the sum over the group; record each."""
         chosen = self._sets[which]
         assert chosen.step is not None, f"set {which} was not started, or failed"
-        step, chosen.step = chosen.step, None  # what fails now will never hold its sums
-        for reduction in chosen.started:
-            reduction.handle.wait()
-            self._record(reduction, step)
+        for number in range(chosen.num_waited, len(chosen.started)):
+            self.wait_bucket(which, number)
         chosen.started.clear()
+        chosen.num_waited = 0
+
+    def wait_bucket(self, which: int, number: int) -> None:
+        """Return when one bucket of a started set holds its sum; each in turn, then `wait`."""
+        chosen = self._sets[which]
+        assert chosen.step is not None, f"set {which} was not started, or failed"
+        assert number == chosen.num_waited, f"bucket {number} is not next to wait for"
+        step, chosen.step = chosen.step, None  # what fails now will never hold its sums
+        chosen.started[number].handle.wait()
+        self._record(chosen.started[number], step)
+        chosen.num_waited += 1
         chosen.step = step
 
     def num_copies(self, parameter: nn.Parameter) -> int:

@@ -86,6 +86,11 @@ class GradientReducer:
 
     def finish(self, step: int) -> None:
         """Return when every bucket holds the sum over the group."""
+        self.start(step)
+        self.wait()
+
+    def start(self, step: int) -> None:
+        """Start the sums of all buckets that are not started yet; `wait` must follow."""
         self._armed = False
         # Parameters that took no part leave their buckets incomplete: they hold zeros, reduce too.
         if self._late is not None:
@@ -94,6 +99,13 @@ class GradientReducer:
         while len(self._started) < len(self._buckets.layout):
             self._start_next()
         self._buckets.start(0, step)
+
+    def wait_bucket(self, number: int) -> None:
+        """Return when one bucket holds its sum; each in turn, then `wait`."""
+        self._buckets.wait_bucket(0, number)
+
+    def wait(self) -> None:
+        """Return when all buckets hold their sums."""
         self._buckets.wait(0)
 
     def square_norm(self) -> float:

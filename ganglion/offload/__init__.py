@@ -7,7 +7,7 @@ from ganglion.offload.host import HostTier
 from ganglion.offload.opening import open_tier
 from ganglion.offload.store import Member, Slot, StateStore
 from ganglion.offload.tier import Region, Tier
-from ganglion.offload.weights import MASTER, MasterWeights, ResidentWeights
+from ganglion.offload.weights import MASTER, MasterWeights, ResidentWeights, Weights
 
 __all__ = [
     "MASTER",
@@ -23,5 +23,6 @@ __all__ = [
     "Slot",
     "StateStore",
     "Tier",
+    "Weights",
     "open_tier",
 ]

@@ -59,14 +59,19 @@ class Conveyor:
         self._failure: tuple[Move, BaseException] | None = None
         self._events: dict[int, torch.cuda.Event] = {}
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether an update has begun, and not ended."""
+        return self._program is not None
+
     def begin(self, chunk_of: Sequence[int]) -> None:
-        """Begin to read for the next update; see BucketProgram. Nothing else if that is done."""
+        """Begin to read for the next update; see BucketProgram for the chunks."""
+        assert self._program is None, "one update after the other"
         with self._changed:
             self._raise_failure()
-            if self._program is None:
-                self._program = BucketProgram(chunk_of, num_slots=NUM_SLOTS, needs_verdict=True)
-                self._chunk_of = tuple(chunk_of)
-                self._start_moves()
+            self._program = BucketProgram(chunk_of, num_slots=NUM_SLOTS, needs_verdict=True)
+            self._chunk_of = tuple(chunk_of)
+            self._start_moves()
 
     def run(self, wait_for_chunk: Callable[[int], None]) -> None:
         """Make the update that was begun; `wait_for_chunk(n)` returns when a chunk is summed."""

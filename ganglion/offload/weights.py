@@ -94,17 +94,13 @@ class MasterWeights:
 
     entries: tuple[str, ...] = (MASTER,)
 
-    def __init__(
-        self, halves: Callable[[int], Tensor], gradients: Callable[[int], Tensor], shared: Slot
-    ) -> None:
-        """Take weights and gradients by number of the member; wide gradients go into `shared`.
-
-        One bucket is updated at a time, so one room for gradients serves all slots.
-        """
+    def __init__(self, halves: Callable[[int], Tensor], gradients: Callable[[int], Tensor]) -> None:
+        """Take weights and gradients, by number of the member."""
         self._halves = halves
         self._gradients = gradients
-        self._shared = shared
         self.factor: Tensor | None = None
+        # Wide gradients: one bucket is updated at a time, so one room serves all slots.
+        self.shared: Slot | None = None
 
     def weight(self, piece: Piece) -> Tensor:
         """Return the master in the slot."""
@@ -112,7 +108,7 @@ class MasterWeights:
 
     def gradient(self, piece: Piece) -> Tensor:
         """Return the gradient in full precision, times the factor."""
-        wide = piece.room(_WIDE, self._shared)
+        wide = piece.room(_WIDE, self.shared)
         wide.copy_(piece.of(self._gradients(piece.owner)))
         return wide if self.factor is None else wide.mul_(self.factor)
 

@@ -29,13 +29,11 @@ from ganglion.train.cutting import Stages, cut_model, serial_names
 from ganglion.train.device import peak_bytes
 from ganglion.train.exchange import Exchange
 from ganglion.train.learning_rate import RateSetter
-from ganglion.train.masters import MasterUpdate
+from ganglion.train.making_updates import make_update, store_weights
 from ganglion.train.parts import Held, RunRequest
 from ganglion.train.pipelined import PipelineExecutor, StageAt
-from ganglion.train.precision import take_masters
 from ganglion.train.stage_worker import StagePart, StageWorker, Tie
 from ganglion.train.tensor_split import Splitting, is_split, make_blocks_real
-from ganglion.train.updating import PlainUpdate, Update
 
 
 def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Held:
@@ -123,10 +121,8 @@ def _part(
     taken = {name for part in earlier for name in part.parameters}
     named = serial_names(request.blocks, cut.stages[number])
     parameters = {name: p for name, p in named.items() if name not in taken}
-    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-    masters = None
-    if request.plan.has_masters:
-        masters = take_masters(blocks, parameters, request.plan.precision)
+    stored = store_weights(request, blocks, parameters)
+    trainable = stored.trainable
     num_kept = _versions_kept(request, schedule)
     versions = WeightVersions(trainable, num_kept) if num_kept > 1 and trainable else None
     num_sets = max(1, num_kept)
@@ -144,25 +140,12 @@ def _part(
         ),
         parameters=parameters,
         buckets=buckets,
-        update=_update(request, trainable, masters, versions, feedback),
+        update=make_update(request, stored, buckets, versions, feedback),
         versions=versions,
         feedback=feedback,
         ties=_ties(number, cut, parameters, rank_at),
         num_sets=num_sets,
     )
-
-
-def _update(
-    request: RunRequest,
-    trainable: Mapping[str, nn.Parameter],
-    masters: Mapping[str, nn.Parameter] | None,
-    versions: WeightVersions | None,
-    feedback: ErrorFeedback | None,
-) -> Update:
-    factory = request.optimizer_factory
-    if masters is None:
-        return PlainUpdate(trainable, factory, versions, feedback)
-    return MasterUpdate(trainable, masters, factory, versions)
 
 
 def _feedback(parts: Iterable[StagePart]) -> dict[str, Tensor]:

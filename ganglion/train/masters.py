@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from ganglion.pipeline import WeightVersions
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
+from ganglion.train.updating import Wait, all_there
 
 
 class MasterUpdate:
     """Optimizers on fp32 masters; the parameters of the model follow them."""
+
+    is_gradual = False
 
     def __init__(
         self,
@@ -34,8 +37,15 @@ class MasterUpdate:
         self._flat = _give_gradients(masters)
         self.optimizers = build_optimizers(factory, masters) if masters else []
 
-    def step(self, buffers: Sequence[Tensor], factor: Tensor | None) -> None:
+    def begin(self) -> None:
+        """Do nothing: all is here."""
+
+    def step(
+        self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there
+    ) -> None:
         """Widen the gradients, let the optimizers step, and round to the next weights."""
+        for number in range(len(buffers)):
+            wait(number)
         for name, master in self._masters.items():
             gradient = self._parameters[name].grad
             assert master.grad is not None and gradient is not None, "both live in flat memory"
@@ -64,6 +74,13 @@ class MasterUpdate:
         """Round the masters to the present weights."""
         present = self._parameters if self._versions is None else self._versions.present()
         self._round(present)
+
+    def on_saved(self) -> None:
+        """Do nothing."""
+
+    def room(self, name: str, entry: str) -> Tensor | None:
+        """Return None: state lives in memory."""
+        return None
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the fp32 gradients of the last step."""

@@ -1,19 +1,21 @@
-"""An update whose optimizer state lives on a lower tier and comes in bucket by bucket.
+"""Updates whose optimizer state lives on a lower tier and comes in bucket by bucket.
 
 The optimizers are the ones that the factory built, with their groups, rates and names; their state
-are views of the tier. Weights stay on the device. The arithmetic is that of the resident update, to
-the last bit.
+are views of the tier. The arithmetic is that of the resident update, to the last bit. Buckets are
+updated in the order in which backward finishes gradients, the last layers first; a bucket waits for
+its own gradients alone if nothing (clipping, a loss scale) needs all of them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ganglion.gradients import GradientBuckets
 from ganglion.offload import (
@@ -22,11 +24,13 @@ from ganglion.offload import (
     OptimizerFreight,
     ResidentWeights,
     StateStore,
+    Weights,
     open_tier,
 )
 from ganglion.pipeline import ErrorFeedback, WeightVersions
 from ganglion.trace import Recorder
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
+from ganglion.train.updating import Wait, all_there
 from ganglion.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -41,26 +45,107 @@ class OffloadSettings:
     bucket_size: int = BUCKET_SIZE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Carriage:
-    """What an offloaded update needs beside parameters: a tier, and who looks on."""
+class StateOnTier:
+    """The state of some parameters on a tier of their own, and what moves it."""
 
-    tier: str
-    settings: OffloadSettings
-    device: torch.device
-    recorder: Recorder
-    timeout_s: float
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tier: str,
+        settings: OffloadSettings,
+        device: torch.device,
+        recorder: Recorder,
+        timeout_s: float,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Open the tier for trainable `parameters`; `dtype` is that of the state, if not theirs."""
+        self.names = list(parameters)[::-1]
+        self.members = [
+            Member(name, tuple(parameters[name].shape), dtype or parameters[name].dtype)
+            for name in self.names
+        ]
+        self.device = device
+        self._settings = settings
+        self._recorder = recorder
+        self._timeout_s = timeout_s
+        self.store = StateStore(open_tier(tier, settings.folder, device), self.members)
+
+    def carry(
+        self,
+        optimizers: Sequence[Optimizer],
+        templates: Mapping[str, nn.Parameter],
+        weights: Weights,
+        chunk_of: Mapping[str, int],
+    ) -> None:
+        """Move the state of optimizers from now on.
+
+        `templates` are their parameters, and `chunk_of` tells in which bucket each gradient is
+        summed.
+        """
+        self.freight = OptimizerFreight(
+            optimizers,
+            self.members,
+            [templates[name] for name in self.names],
+            self.store,
+            weights,
+            self._settings.bucket_size,
+            self.device,
+        )
+        needed = [
+            max(chunk_of[self.names[part.member]] for part in bucket.slices)
+            for bucket in self.freight.buckets
+        ]
+        # A bucket is updated after those before it, so it needs what they need.
+        self._chunk_of = [max(needed[: number + 1]) for number in range(len(needed))]
+        self._conveyor = Conveyor(self.freight, self.device, self._recorder, self._timeout_s)
+        logger.info(
+            "optimizer state on %s: %.1f MiB in %d buckets of at most %.1f MiB an entry",
+            self.store.describe(),
+            self.store.num_bytes / MIB,
+            len(self.freight.buckets),
+            self.freight.slot_bytes / MIB,
+        )
+
+    def begin(self) -> None:
+        """Begin to read the first buckets, unless that is done."""
+        if not self._conveyor.is_begun:
+            self.freight.prepare()
+            self._conveyor.begin(self._chunk_of)
+
+    def update(self, wait: Wait) -> None:
+        """Update all buckets; `wait(n)` returns when a bucket of gradients holds its sums."""
+        self.begin()
+        self._conveyor.run(wait)
+        self.freight.commit()
+
+    def on_load(self) -> None:
+        """Take state that was loaded to the tier, if it is not there already."""
+        self._conveyor.cancel()
+        self.freight.adopt()
+        self.store.release()
+
+    def room(self, name: str, entry: str) -> Tensor | None:
+        """Return where a load should put an entry that is shaped like its parameter."""
+        return self.freight.view(self.names.index(name), entry) if name in self.names else None
+
+    def close(self) -> None:
+        """End the threads, and give back what the tier holds."""
+        self._conveyor.close()
+        self.store.close()
 
 
 class OffloadedUpdate:
     """Optimizers on the parameters themselves, with their state on a tier."""
+
+    is_gradual = True
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         factory: OptimizerFactory,
         buckets: GradientBuckets,
-        carriage: Carriage,
+        state: StateOnTier,
         versions: WeightVersions | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> None:
@@ -73,39 +158,31 @@ class OffloadedUpdate:
         self._feedback = feedback
         optimized = parameters if versions is None else versions.optimized
         self.optimizers = build_optimizers(factory, optimized) if optimized else []
-        self._names, chunk_of = _in_order_of_reduction(parameters, buckets)
-        templates = [optimized[name] for name in self._names]
-        members = [
-            Member(n, tuple(p.shape), p.dtype) for n, p in zip(self._names, templates, strict=True)
-        ]
-        tier = open_tier(carriage.tier, carriage.settings.folder, carriage.device)
-        self._store = StateStore(tier, members)
-        self._freight = OptimizerFreight(
-            self.optimizers,
-            members,
-            templates,
-            self._store,
-            ResidentWeights(templates),
-            carriage.settings.bucket_size,
-            carriage.device,
-        )
-        self._chunk_of = [chunk_of[cut.slices[-1].member] for cut in self._freight.buckets]
-        self._conveyor = Conveyor(
-            self._freight, carriage.device, carriage.recorder, carriage.timeout_s
-        )
-        self._log()
+        self._state = state
+        weights = ResidentWeights([optimized[name] for name in state.names])
+        state.carry(self.optimizers, optimized, weights, chunks_of(parameters, buckets))
 
     def begin(self) -> None:
-        """Begin to read the state of the first buckets: an update will follow."""
-        self._freight.prepare()
-        self._conveyor.begin(self._chunk_of)
+        """Begin to read the state of the first buckets."""
+        self._state.begin()
 
-    def step(self, buffers: Sequence[Tensor], factor: Tensor | None) -> None:
+    def step(
+        self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there
+    ) -> None:
         """Scale the gradients where they are, and update bucket by bucket."""
         if factor is not None:
-            for buffer in buffers:
+            for number, buffer in enumerate(buffers):
+                wait(number)
                 buffer.mul_(factor)
-        self._step(_is_there)
+            wait = all_there
+        if self._versions is not None:
+            self._versions.begin_update()
+            self._versions.take_gradients()
+        self._state.update(wait)
+        if self._feedback is not None:
+            self._feedback.correct()
+        if self._versions is not None:
+            self._versions.end_update()
 
     def skip(self) -> None:
         """Let the next version, if there are versions, be the present one."""
@@ -119,17 +196,15 @@ class OffloadedUpdate:
 
     def on_load(self) -> None:
         """Take state that was loaded to the tier, if it is not there already."""
-        self._conveyor.cancel()
-        self._freight.adopt()
-        self._store.release()
+        self._state.on_load()
 
     def on_saved(self) -> None:
-        """Give back the memory that reading the state for a checkpoint took."""
-        self._store.release()
+        """Give back the memory that reading the state took."""
+        self._state.store.release()
 
     def room(self, name: str, entry: str) -> Tensor | None:
         """Return where a load should put an entry that is shaped like its parameter."""
-        return self._freight.view(self._names.index(name), entry) if name in self._names else None
+        return self._state.room(name, entry)
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients of the parameters."""
@@ -138,43 +213,14 @@ class OffloadedUpdate:
 
     def close(self) -> None:
         """End the threads, and give back what the tier holds."""
-        self._conveyor.close()
-        self._store.close()
-
-    def _step(self, wait_for_chunk: Callable[[int], None]) -> None:
-        if self._versions is not None:
-            self._versions.begin_update()
-            self._versions.take_gradients()
-        self.begin()
-        self._conveyor.run(wait_for_chunk)
-        self._freight.commit()
-        if self._feedback is not None:
-            self._feedback.correct()
-        if self._versions is not None:
-            self._versions.end_update()
-
-    def _log(self) -> None:
-        logger.info(
-            "optimizer state on %s: %.1f MiB in %d buckets of at most %.1f MiB an entry",
-            self._store.describe(),
-            self._store.num_bytes / MIB,
-            len(self._freight.buckets),
-            self._freight.slot_bytes / MIB,
-        )
+        self._state.close()
 
 
-def _in_order_of_reduction(
-    parameters: Mapping[str, nn.Parameter], buckets: GradientBuckets
-) -> tuple[list[str], list[int]]:
-    """Return the names in the order in which their gradients are summed, and in which bucket."""
+def chunks_of(parameters: Mapping[str, nn.Parameter], buckets: GradientBuckets) -> dict[str, int]:
+    """Return in which bucket the gradient of each parameter is summed, by its name."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    found = [
-        (names[id(buckets.parameters[member])], number)
+    return {
+        names[id(buckets.parameters[member])]: number
         for number, bucket in enumerate(buckets.layout)
         for member in bucket.members
-    ]
-    return [name for name, _ in found], [number for _, number in found]
-
-
-def _is_there(chunk: int) -> None:
-    """Wait for nothing: all gradients are summed."""
+    }

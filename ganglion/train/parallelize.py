@@ -3,7 +3,8 @@
 With tensor axes, known models are split as such; `cuts` tell how to split others, whose linear
 layers else take and return whole activations; `tensor` switches overlaps. Blocks on the meta device
 need `initial` weights: every rank makes its own piece; others begin as on rank 0. A plan with
-`averaging` trains its replicas as workers; the settings of that name say how they exchange.
+`averaging` trains its replicas as workers; the settings of that name say how they exchange. A plan
+with `offload` keeps optimizer state on a tier; those settings say where and in which buckets.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from ganglion.train.block_costs import Sample, agreed_costs, guessed_costs, meas
 from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
-from ganglion.train.masters import MasterUpdate
+from ganglion.train.making_updates import make_update, store_weights
 from ganglion.train.meta import check_memory
+from ganglion.train.offloaded import OffloadSettings
 from ganglion.train.optimizers import OptimizerFactory, refuse_muon_on_pieces
 from ganglion.train.parts import Held, RunParts, RunRequest
-from ganglion.train.precision import WideLoss, take_masters
+from ganglion.train.precision import WideLoss
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
 from ganglion.train.tensor_split import Splitting, make_blocks_real, split_request
-from ganglion.train.updating import PlainUpdate, Update
 from ganglion.train.verdict import Judge
 from ganglion.units import MIB
 
@@ -79,6 +80,7 @@ def parallelize(
     tensor: TensorSettings | None = None,
     initial: InitialWeights | None = None,
     averaging: AveragingSettings | None = None,
+    offload: OffloadSettings | None = None,
 ) -> Run:
     """Return a run that trains `blocks`, in order, under `plan`.
 
@@ -88,7 +90,7 @@ def parallelize(
     update `step` is the optimizer's own times `lr_factor(step)`. `error_feedback` corrects updates
     from late gradients (schedule two_bw). `schedules` knows the plan's schedule by name. With a
     `sample`, one microbatch, the stages of a pipeline are cut by measured times; without, by their
-    weights. For `cuts`, `tensor`, `initial` and `averaging` see the top of this file.
+    weights. For `cuts`, `tensor`, `initial`, `averaging` and `offload` see the top of this file.
     """
     plan = _checked(plan, schedules, error_feedback)
     launch = read_launch(os.environ)
@@ -114,6 +116,7 @@ def parallelize(
         averaging=averaging or AveragingSettings(),
         judge=Judge(max_grad_norm),
         call=plain_call,
+        offload=offload or OffloadSettings(),
     )
     _same_start(request)
     request = dataclasses.replace(request, costs=_costs(request))
@@ -215,9 +218,8 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
     """Return the executor of a whole model on this rank."""
     make_blocks_real(request, splitting, request.blocks)
     parameters = named_parameters(request.blocks)
-    masters = None
-    if request.plan.has_masters:
-        masters = take_masters(request.blocks.values(), parameters, request.plan.precision)
+    _check_trainable(parameters)
+    stored = store_weights(request, request.blocks.values(), parameters)
     reducer = GradientReducer(
         parameters,
         splitting.reach,
@@ -226,12 +228,7 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         overlap=overlap,
         late=splitting.weights,
     )
-    trainable, factory = _trainable(parameters), request.optimizer_factory
-    update: Update = (
-        PlainUpdate(trainable, factory)
-        if masters is None
-        else MasterUpdate(trainable, masters, factory)
-    )
+    update = make_update(request, stored, reducer.buckets)
     plan, device, recorder = request.plan, request.device, request.recorder
     tensors = {**parameters, **named_buffers(request.blocks)}
     averaged = average(tensors, update.optimizers, plan, request.world, request.averaging)
@@ -295,8 +292,6 @@ def _same_start(request: RunRequest) -> None:
             request.world.group(axis).broadcast(tensor.detach()).wait()
 
 
-def _trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-    if not trainable:
+def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
+    if not any(p.requires_grad for p in parameters.values()):
         raise ConfigError("the blocks have no trainable parameter; check requires_grad")
-    return trainable

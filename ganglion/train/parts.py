@@ -22,6 +22,7 @@ from ganglion.trace import Recorder
 from ganglion.train.averaged import Averaged, AveragingSettings
 from ganglion.train.block_costs import Sample
 from ganglion.train.executor import Executor
+from ganglion.train.offloaded import OffloadSettings
 from ganglion.train.optimizers import OptimizerFactory
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.updating import Update
@@ -73,6 +74,16 @@ class RunParts:
         for update in self.updates:
             update.on_load()
 
+    def on_saved(self) -> None:
+        """Say that all tensors were saved."""
+        for update in self.updates:
+            update.on_saved()
+
+    def room(self, name: str, entry: str) -> Tensor | None:
+        """Return where an entry of optimizer state must be loaded to, if it is not in memory."""
+        found = (update.room(name, entry) for update in self.updates)
+        return next((room for room in found if room is not None), None)
+
     def shared_tensors(self) -> dict[str, Tensor]:
         """Return the same as all workers share it: averaged tensors are those of the centre."""
         found = self.model_tensors()
@@ -107,6 +118,7 @@ class RunRequest:
     averaging: AveragingSettings
     judge: Judge
     call: Call
+    offload: OffloadSettings
     costs: Sequence[float] = ()
 
 

@@ -7,7 +7,7 @@ norms with running statistics      fp32: a mean over a whole run cannot be kept 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +46,31 @@ class WideLoss(nn.Module):
         return self._loss_fn(wide(output), target)
 
 
+MakeMasters = Callable[[Mapping[str, nn.Parameter]], dict[str, nn.Parameter]]
+
+
 def take_masters(
-    modules: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], precision: str
+    modules: Iterable[nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    precision: str,
+    make: MakeMasters | None = None,
+    on_taken: Callable[[], None] = lambda: None,
 ) -> dict[str, nn.Parameter]:
     """Store parameters in half from now on; return fp32 masters of the trained ones by name.
 
-    The masters are the values before rounding, in one flat piece of memory. Each parameter gives
-    its own memory back in its turn.
+    The masters are the values before rounding, in one flat piece of memory unless somebody else
+    is to `make` them. Each parameter gives its own memory back in its turn, before `on_taken`.
     """
     stored, kept = _STORED[precision], _kept_wide(modules)
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     _check_dtypes(trained, precision)
-    masters = flat_parameters(trained)
+    masters = (make or flat_parameters)(trained)
     for name, parameter in parameters.items():
         if name in masters:
             masters[name].data.copy_(parameter.data)
         if parameter.is_floating_point() and id(parameter) not in kept:
             parameter.data = parameter.data.to(stored)
+        on_taken()
     return masters
 
 

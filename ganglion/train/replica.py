@@ -59,7 +59,7 @@ class Replica:
         self._splitting = splitting
 
     def forward_backward(self, batch: Share, step: int, loss_scale: float = 1.0) -> Tensor:
-        """Leave the gradients of the mean loss over all shares; return the loss of this one.
+        """Start to sum the gradients of the mean loss over all shares; return the loss of this one.
 
         The gradients are those of `loss_scale` times the loss. A worker of elastic averaging has
         the shares of its own replica.
@@ -77,7 +77,7 @@ class Replica:
             with self._recorder.span(COMPUTE, "backward", step=step, microbatch=index):
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()  # a new tensor: a loss in double must stay double
-        self._reducer.finish(step)
+        self._reducer.start(step)
         return total / self._plan.num_microbatches
 
     def evaluate(self, batch: Share) -> Tensor:

@@ -68,15 +68,13 @@ class ReplicaExecutor:
         self._recorder.step = step
         if self._averaged is not None:
             self._averaged.begin_pass()
+        self._update.begin()
         loss = self._replica.forward_backward(batch, step, self._judge.scale_of(step))
-        with self._recorder.span(COMPUTE, "update", step=step):
-            verdict = self._judge.decide(step, self._norm())
-            lr = self._set_lr(step)
-            if verdict.is_skipped:
-                self._update.skip()
-            else:
-                with averaging_around(self._averaged, lr):
-                    self._update.step(self._reducer.buffers, verdict.factor)
+        lr = self._set_lr(step)
+        if self._update.is_gradual and not self._judge.needs_norm:
+            verdict = self._update_gradually(step, lr)
+        else:
+            verdict = self._update_at_once(step, lr)
         self._replica.on_change()
         self._step += 1
         yield self._agree(loss, verdict, lr)
@@ -113,6 +111,26 @@ class ReplicaExecutor:
             self._averaged.close()
         self._reducer.close()
         self._update.close()
+
+    def _update_at_once(self, step: int, lr: float) -> Verdict:
+        """Update by the verdict on all gradients."""
+        self._reducer.wait()
+        with self._recorder.span(COMPUTE, "update", step=step):
+            verdict = self._judge.decide(step, self._norm())
+            if verdict.is_skipped:
+                self._update.skip()
+            else:
+                with averaging_around(self._averaged, lr):
+                    self._update.step(self._reducer.buffers, verdict.factor)
+        return verdict
+
+    def _update_gradually(self, step: int, lr: float) -> Verdict:
+        """Update with each gradient as soon as it is summed; their norm is for the report alone."""
+        with self._recorder.span(COMPUTE, "update", step=step):
+            with averaging_around(self._averaged, lr):
+                self._update.step(self._reducer.buffers, None, self._reducer.wait_bucket)
+            self._reducer.wait()
+            return self._judge.decide(step, self._norm())
 
     @contextmanager
     def _at_center(self) -> Iterator[None]:

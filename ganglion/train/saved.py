@@ -66,7 +66,7 @@ def save_run(
     check_state_shapes(parts.optimizers, _places(parts))
     if parts.world.rank == 0:
         remove_incomplete(folder)
-    return save(
+    saved = save(
         folder,
         _tensors(parts, _wide_older(parts), by_worker=parts.plan.averages),
         state,
@@ -75,6 +75,8 @@ def save_run(
         keep=keep,
         export=_whole_model(parts),
     )
+    parts.on_saved()
+    return saved
 
 
 def load_run(folder: Path, parts: RunParts) -> int | None:
@@ -150,7 +152,7 @@ def _prepare_optimizers(parts: RunParts, path: Path, saved: Plan, by_worker: boo
     """Make room for the state that continues; that of workers is of no use to other workers."""
     if by_worker or not saved.averages:
         owner = _worker(parts) if by_worker else ""
-        prepare_optimizers(parts.optimizers, path, _places(parts), owner)
+        prepare_optimizers(parts.optimizers, path, _places(parts), owner, parts.room)
         return
     for optimizer in parts.optimizers:
         optimizer.state.clear()

@@ -156,6 +156,7 @@ class StageWorker:
     def start_reduce(self, action: Action) -> None:
         """Start to sum the gradients of a batch: tied ones first, as both holders need them."""
         part, batch = self._parts[action.stage], action.index
+        part.update.begin()
         part.buckets.select(batch % part.num_sets)
         if self._weights is not None:
             self._weights.finish_gradients(part.parameters.values())

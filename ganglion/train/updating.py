@@ -9,7 +9,7 @@ here alone:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -18,18 +18,33 @@ from torch.optim import Optimizer
 from ganglion.pipeline import ErrorFeedback, WeightVersions
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
 
+Wait = Callable[[int], None]  # returns when the buffer of that number holds its sums
+
+
+def all_there(number: int) -> None:
+    """Wait for nothing: all buffers hold their sums."""
+
 
 class Update(Protocol):
     """Moves the trainable weights of a part; they go by their serial names."""
 
     @property
+    def is_gradual(self) -> bool:
+        """Whether a step begins with the first gradients, while others are still summed."""
+
+    @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Whose rates are set and whose state is saved."""
 
-    def step(self, buffers: Sequence[Tensor], factor: Tensor | None) -> None:
+    def begin(self) -> None:
+        """Say that gradients are on their way: what a step needs may be fetched meanwhile."""
+
+    def step(
+        self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there
+    ) -> None:
         """Make the next weights from the gradients times `factor`.
 
-        `buffers` are the flat gradients, of which every `grad` is a view.
+        `buffers` are the flat gradients, of which every `grad` is a view; `wait` for each in turn.
         """
 
     def skip(self) -> None:
@@ -41,6 +56,12 @@ class Update(Protocol):
     def on_load(self) -> None:
         """Say that `weights` were filled: what follows from them must follow."""
 
+    def on_saved(self) -> None:
+        """Say that weights and state were saved: memory that reading them took can go."""
+
+    def room(self, name: str, entry: str) -> Tensor | None:
+        """Return where a load must put an entry that is shaped like its parameter; None: memory."""
+
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients of the last step, as the optimizers saw them."""
 
@@ -50,6 +71,8 @@ class Update(Protocol):
 
 class PlainUpdate:
     """Optimizers on the parameters themselves, or on the next of several versions of them."""
+
+    is_gradual = False
 
     def __init__(
         self,
@@ -68,8 +91,15 @@ class PlainUpdate:
         optimized = parameters if versions is None else versions.optimized
         self.optimizers = build_optimizers(factory, optimized) if optimized else []
 
-    def step(self, buffers: Sequence[Tensor], factor: Tensor | None) -> None:
+    def begin(self) -> None:
+        """Do nothing: all is here."""
+
+    def step(
+        self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there
+    ) -> None:
         """Scale the gradients where they are, and let the optimizers step."""
+        for number in range(len(buffers)):
+            wait(number)
         if factor is not None:
             for buffer in buffers:
                 buffer.mul_(factor)
@@ -95,6 +125,13 @@ class PlainUpdate:
 
     def on_load(self) -> None:
         """Do nothing: the parameters were filled themselves."""
+
+    def on_saved(self) -> None:
+        """Do nothing."""
+
+    def room(self, name: str, entry: str) -> Tensor | None:
+        """Return None: state lives in memory."""
+        return None
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients of the parameters."""

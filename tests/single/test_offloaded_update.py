@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 
 from tests.offloading import (
     FACTORIES,
-    MakeUpdate,
+    Offloaded,
+    Part,
     assert_same_state,
-    make_buckets,
     make_parameters,
-    offloaded,
+    masters,
     plain,
     state_of,
     train,
@@ -21,39 +22,47 @@ from tests.offloading import (
 
 pytestmark = pytest.mark.timeout(120)
 NUM_STEPS = 20
+Make = Callable[..., Part]
 
 
 def trained(
-    make: MakeUpdate, optimizer: str, dtype: torch.dtype = torch.float32
-) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    parameters = make_parameters(dtype)
-    buckets = make_buckets(parameters)
-    update = make(parameters, FACTORIES[optimizer], buckets)
-    train(update, parameters, buckets, range(NUM_STEPS))
-    state = {
-        k: v.clone() if isinstance(v, torch.Tensor) else v
-        for k, v in state_of(update, parameters).items()
-    }
-    update.close()
-    return {name: p.detach() for name, p in parameters.items()}, state
+    make: Make, optimizer: str, *, dtype: torch.dtype = torch.float32, num_versions: int = 1
+) -> dict[str, object]:
+    part = make(make_parameters(dtype), FACTORIES[optimizer], num_versions)
+    train(part, range(NUM_STEPS))
+    found = state_of(part)
+    part.update.close()
+    return found
 
 
 @pytest.mark.parametrize("optimizer", FACTORIES)
 @pytest.mark.parametrize("bucket_size", [2048, 5000, 1 << 22])
 def test_equals_the_resident_update(optimizer: str, bucket_size: int, tmp_path: Path) -> None:
-    weights, state = trained(offloaded("disk", tmp_path, bucket_size), optimizer)
-    expected_weights, expected_state = trained(plain, optimizer)
-    for name, expected in expected_weights.items():
-        assert torch.equal(weights[name], expected), name
-    assert_same_state(state, expected_state)
+    found = trained(Offloaded(tmp_path, bucket_size=bucket_size).plain, optimizer)
+    assert_same_state(found, trained(plain, optimizer))
     assert not list(tmp_path.iterdir())  # a killed run would leave nothing behind
+
+
+@pytest.mark.parametrize("optimizer", FACTORIES)
+@pytest.mark.parametrize("bucket_size", [2048, 5000])
+def test_masters_equal_resident_masters(optimizer: str, bucket_size: int, tmp_path: Path) -> None:
+    found = trained(Offloaded(tmp_path, bucket_size=bucket_size).masters, optimizer)
+    assert_same_state(found, trained(masters, optimizer))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_other_dtypes_and_the_host_tier(tier: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    weights, state = trained(offloaded(tier, tmp_path), "adamw", dtype)
-    expected_weights, expected_state = trained(plain, "adamw", dtype)
-    for name, expected in expected_weights.items():
-        assert torch.equal(weights[name], expected), name
-    assert_same_state(state, expected_state)
+    found = trained(Offloaded(tmp_path, tier).plain, "adamw", dtype=dtype)
+    assert_same_state(found, trained(plain, "adamw", dtype=dtype))
+
+
+@pytest.mark.parametrize("num_versions", [2, 3])
+@pytest.mark.parametrize("kind", ["plain", "masters"])
+def test_versions_of_pipelines_that_never_flush(
+    kind: str, num_versions: int, tmp_path: Path
+) -> None:
+    offloaded = Offloaded(tmp_path)
+    made, twin = (offloaded.plain, plain) if kind == "plain" else (offloaded.masters, masters)
+    found = trained(made, "adamw fused", num_versions=num_versions)
+    assert_same_state(found, trained(twin, "adamw fused", num_versions=num_versions))
