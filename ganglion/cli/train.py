@@ -25,7 +25,7 @@ from ganglion.config import (
 )
 from ganglion.config.recipes import QUICKSTART, recipe
 from ganglion.config.run_folder import RUN_FILE
-from ganglion.config.schema import AveragingSection, ParallelSection
+from ganglion.config.schema import AveragingSection, MemorySection, ParallelSection
 from ganglion.errors import ConfigError
 from ganglion.plan import Plan
 from ganglion.schedules import canonical_schedule
@@ -39,17 +39,15 @@ _DECIDED_BY_PLAN = (
     "train.microbatch_size",
     "train.precision",
 )
+_PLAN_FIELDS = {field.name for field in fields(Plan)}
 _NOT_IN_A_PLAN = (
-    *(
-        f"parallel.{key}"
-        for key in ParallelSection.model_fields
-        if key not in {field.name for field in fields(Plan)}
-    ),
+    *(f"parallel.{key}" for key in ParallelSection.model_fields if key not in _PLAN_FIELDS),
     *(
         f"averaging.{key}"
         for key in AveragingSection.model_fields
         if key not in ("method", "servers")
     ),
+    *(f"memory.{key}" for key in MemorySection.model_fields if key not in _PLAN_FIELDS),
 )
 
 

@@ -215,7 +215,15 @@ class MemorySection(Section):
         description="masters: store weights in half, but widen each block to fp32 while it runs; "
         "for processors that are slow in half precision",
     )
-    offload: str = Field("none", description="reserved for optimizer state off the device")
+    offload: Literal["none", "host", "disk"] = Field(
+        "none",
+        description="where optimizer state (and masters) live between updates: with the weights, "
+        'in "host" memory (of a GPU), or on "disk"; brought in bucket by bucket',
+    )
+    offload_dir: str = Field("", description='disk: folder of the scratch file; "": the run folder')
+    bucket_size: int = Field(
+        4194304, ge=2048, description="offload: elements of one bucket; three are in memory"
+    )
 
 
 class RunFile(Section):

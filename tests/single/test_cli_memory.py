@@ -176,7 +176,7 @@ def test_a_plan_decides_the_layout(folder: Path) -> None:
         (["run.toml", "--data.kind", "dataset"], 'data.kind = "dataset" is code of your own'),
         (["run.toml", "--parallel.schedule", "what"], "is not a schedule"),
         (["run.toml", "--model.layer", "2"], "did you mean 'model.layers'"),
-        (["run.toml", "--memory.offload", "host"], "memory.offload = 'host' is not built yet"),
+        (["run.toml", "--memory.offload", "tape"], "memory.offload = 'tape'"),
         (["run.toml", "--nproc", "6"], "6 processes cannot hold"),
         (["run.toml", "--nothing"], "No such option"),
     ],
