@@ -56,7 +56,7 @@ class Conveyor:
         # Under the condition's lock:
         self._program: BucketProgram | None = None
         self._updates: deque[Move] = deque()
-        self._failure: tuple[Move, BaseException] | None = None
+        self._failure: OffloadError | None = None  # half an update: there is no way to go on
         self._events: dict[int, torch.cuda.Event] = {}
 
     @property
@@ -77,6 +77,8 @@ class Conveyor:
         """Make the update that was begun; `wait_for_chunk(n)` returns when a chunk is summed."""
         program = self._program
         assert program is not None, "begin first"
+        with self._changed:
+            self._raise_failure()
         self._tell(lambda: program.on_verdict(True))
         num_reduced = 0
         for bucket in range(program.num_buckets):
@@ -110,7 +112,7 @@ class Conveyor:
         try:
             self._freight.update(move.bucket, program.slot_of(move.bucket))
         except BaseException as error:
-            self._failure = (move, error)  # half an update: there is no way to go on
+            self._failure = self._explained(move, error)
             raise
         if self._device.type == "cuda":
             self._events[move.bucket] = torch.cuda.current_stream(self._device).record_event()
@@ -139,7 +141,7 @@ class Conveyor:
                 self._tell(lambda: program.on_finish(move))
             except BaseException as error:
                 with self._changed:
-                    self._failure = self._failure or (move, error)
+                    self._failure = self._failure or self._explained(move, error)
                     self._changed.notify_all()
 
         return work
@@ -164,16 +166,19 @@ class Conveyor:
             came = self._changed.wait_for(
                 lambda: self._failure is not None or is_there(), self._timeout_s
             )
-            self._raise_failure()
             if not came:
-                raise OffloadError(
+                self._failure = OffloadError(
                     f"{what} did not end within {self._timeout_s:g} s: the disk of "
                     f"memory.offload_dir does not answer; raise train.timeout_s or choose another"
                 )
+            self._raise_failure()
+
+    def _explained(self, move: Move, error: BaseException) -> OffloadError:
+        where = f"{move.kind} of {self._freight.describe(move.bucket)}"
+        explained = OffloadError(f"optimizer state, {where}: {error}")
+        explained.__cause__ = error
+        return explained
 
     def _raise_failure(self) -> None:
-        if self._failure is None:
-            return
-        move, error = self._failure
-        where = f"{move.kind} of {self._freight.describe(move.bucket)}"
-        raise OffloadError(f"optimizer state, {where}: {error}") from error
+        if self._failure is not None:
+            raise self._failure

@@ -66,3 +66,24 @@ def test_versions_of_pipelines_that_never_flush(
     made, twin = (offloaded.plain, plain) if kind == "plain" else (offloaded.masters, masters)
     found = trained(made, "adamw fused", num_versions=num_versions)
     assert_same_state(found, trained(twin, "adamw fused", num_versions=num_versions))
+
+
+@pytest.mark.parametrize("kind", ["plain", "masters"])
+def test_a_load_makes_what_was_read_ahead_worthless(kind: str, tmp_path: Path) -> None:
+    offloaded = Offloaded(tmp_path)
+    made, twin = (offloaded.plain, plain) if kind == "plain" else (offloaded.masters, masters)
+    states = []
+    for make in (made, twin):
+        part = make(make_parameters(), FACTORIES["adamw"])
+        train(part, range(3))
+        part.update.begin()  # reads the first buckets
+        for optimizer in part.update.optimizers:
+            for entries in optimizer.state.values():
+                entries["exp_avg"].mul_(0.5)
+        for weight in part.update.weights().values():
+            weight.mul_(0.5)
+        part.update.on_load()
+        train(part, range(3, 6))
+        states.append(state_of(part))
+        part.update.close()
+    assert_same_state(*states)
