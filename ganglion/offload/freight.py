@@ -21,7 +21,8 @@ from ganglion.offload.pieces import (
     is_elementwise,
     is_moved,
     over_pieces,
-    take_over,
+    own_numbers,
+    settings,
 )
 from ganglion.offload.store import Member, Slot, StateStore
 from ganglion.offload.weights import Piece, Weights
@@ -58,7 +59,9 @@ class OptimizerFreight:
         self._present: list[tuple[str, ...]] = []
         self._written: dict[int, list[str]] = {}
         self._fresh: dict[int, State] = {}
-        self._copies: dict[tuple[int, int], tuple[Optimizer, State]] = {}
+        # What the copies of optimizers count in themselves and in their groups.
+        self._own: dict[int, State] = {}
+        self._settings: dict[tuple[int, int], State] = {}
         for optimizer in optimizers:
             for entry in foreseen_entries(optimizer):
                 store.reserve(entry)
@@ -82,9 +85,11 @@ class OptimizerFreight:
         """Let the optimizers have the state that an update left, once all buckets are written."""
         for member, fresh in self._fresh.items():
             self._state(member).update(fresh)
-        for (number, group), (copy, changed) in self._copies.items():
-            take_over(self._optimizers[number], group, copy, changed)
-        self._fresh, self._copies = {}, {}
+        for number, own in self._own.items():
+            self._optimizers[number].__dict__.update(own)
+        for (number, group), changed in self._settings.items():
+            self._optimizers[number].param_groups[group].update(changed)
+        self._fresh, self._own, self._settings = {}, {}, {}
 
     def adopt(self) -> None:
         """Bring state to the tier that somebody else made: a constructor, or a load."""
@@ -154,8 +159,9 @@ class OptimizerFreight:
                 made.append((piece, parameter))
         copy = over_pieces(self._optimizers[optimizer], parameters, state)
         copy.step()
+        self._own[optimizer] = own_numbers(copy)
         for group, changed in zip(groups, copy.param_groups, strict=True):
-            self._copies[optimizer, group] = (copy, changed)
+            self._settings[optimizer, group] = settings(changed)
         return [e for piece, p in made for e in self._keep(piece, p, copy.state.get(p, {}))]
 
     def _parameter(self, piece: Piece) -> nn.Parameter:

@@ -46,11 +46,9 @@ def over_pieces(
     return copy
 
 
-def take_over(optimizer: Optimizer, number: int, copy: Optimizer, group: State) -> None:
-    """Let an optimizer have what its copy changed beside parameters and state, as it may count."""
-    own = {"param_groups", "state"}
-    optimizer.__dict__.update({k: v for k, v in copy.__dict__.items() if k not in own})
-    optimizer.param_groups[number].update(settings(group))
+def own_numbers(copy: Optimizer) -> State:
+    """Return what an optimizer may have changed in itself, beside groups and state."""
+    return {k: v for k, v in copy.__dict__.items() if k not in ("param_groups", "state")}
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,14 +14,26 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER = 2**31 - 1
 _ALWAYS_FROM_HEAP = 2**30
+_LARGE = 2**20
 
 
 def keep_freed_memory() -> bool:
     """Tell the C library to keep freed memory; return False where it cannot be told."""
+    return _tell(_M_MMAP_THRESHOLD, _ALWAYS_FROM_HEAP) and _tell(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def return_large_blocks() -> bool:
+    """Tell the C library to give large blocks back when they are freed; False where it cannot be.
+
+    For runs that have little memory rather than little time. Aligned blocks of equal size do not
+    fit where the one before was, so a heap that keeps them grows by more than is ever in use.
+    """
+    return _tell(_M_MMAP_THRESHOLD, _LARGE) and _tell(_M_TRIM_THRESHOLD, _LARGE)
+
+
+def _tell(option: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # another C library, with habits of its own
-        return False
-    told = [mallopt(_M_MMAP_THRESHOLD, _ALWAYS_FROM_HEAP), mallopt(_M_TRIM_THRESHOLD, _NEVER)]
-    return all(told)
+    # Another C library has habits of its own.
+    return mallopt is not None and bool(mallopt(option, value))

@@ -41,7 +41,7 @@ from ganglion.train.assemble import assemble
 from ganglion.train.averaged import AveragingSettings, average
 from ganglion.train.block_costs import Sample, agreed_costs, guessed_costs, measured_costs
 from ganglion.train.device import pick_device
-from ganglion.train.host_memory import keep_freed_memory
+from ganglion.train.host_memory import keep_freed_memory, return_large_blocks
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
 from ganglion.train.making_updates import make_update, store_weights
 from ganglion.train.meta import check_memory
@@ -183,8 +183,8 @@ def _build(
     seed: int,
 ) -> Run:
     """Join the parts that the plan calls for."""
-    keep_freed_memory()
     plan, rate = request.plan, RateSetter(lr_factor)
+    _ = keep_freed_memory() if plan.offload == "none" else return_large_blocks()
     # One stage that flushes is plain training; one that does not has a delay of its own.
     whole = plan.pipe == 1 and planned_schedule(plan, 0, request.schedules).flushes
     held = (

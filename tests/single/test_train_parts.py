@@ -11,7 +11,7 @@ from ganglion.config import GPTShape
 from ganglion.config.schema import OptimizerSection
 from ganglion.models import GPT, cross_entropy, named_blocks, named_parameters
 from ganglion.topology import Mesh
-from ganglion.train.host_memory import keep_freed_memory
+from ganglion.train.host_memory import keep_freed_memory, return_large_blocks
 from ganglion.train.learning_rate import warmup_cosine
 from ganglion.train.optimizers import build_optimizers, optimizer_factory
 from ganglion.train.peak import count_flops, machine_peak
@@ -113,4 +113,9 @@ def test_the_peak_is_the_sum_over_ranks() -> None:
 
 
 def test_freed_memory_can_be_kept() -> None:
+    assert keep_freed_memory()
+
+
+def test_large_blocks_can_be_given_back() -> None:
+    assert return_large_blocks()
     assert keep_freed_memory()
