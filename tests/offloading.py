@@ -95,7 +95,7 @@ def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Paramete
 
 def make_buckets(parameters: Mapping[str, nn.Parameter]) -> GradientBuckets:
     """Return their gradients in several buckets."""
-    return GradientBuckets(parameters, Reach(SoloGroup(0)), Recorder(0), bucket_bytes=30_000)
+    return GradientBuckets(parameters, Reach(SoloGroup(0)), Recorder(0), bucket_bytes=15_000)
 
 
 def plain(

@@ -77,8 +77,7 @@ class Conveyor:
         """Make the update that was begun; `wait_for_chunk(n)` returns when a chunk is summed."""
         program = self._program
         assert program is not None, "begin first"
-        with self._changed:
-            self._raise_failure()
+        self.check()
         self._tell(lambda: program.on_verdict(True))
         num_reduced = 0
         for bucket in range(program.num_buckets):
@@ -100,6 +99,11 @@ class Conveyor:
         self._tell(lambda: program.on_verdict(False))
         self._wait_for(lambda: program.done, "the last read")
         self._program = None
+
+    def check(self) -> None:
+        """Raise what failed, if something did: weights and state are those of half an update."""
+        with self._changed:
+            self._raise_failure()
 
     def close(self) -> None:
         """End the threads, whatever is under way."""

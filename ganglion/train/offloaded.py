@@ -100,11 +100,11 @@ class StateOnTier:
         self._chunk_of = [max(needed[: number + 1]) for number in range(len(needed))]
         self._conveyor = Conveyor(self.freight, self.device, self._recorder, self._timeout_s)
         logger.info(
-            "optimizer state on %s: %.1f MiB in %d buckets of at most %.1f MiB an entry",
+            "optimizer state on %s: %.1f MiB, moved in buckets of %.1f MiB an entry (%d of them)",
             self.store.describe(),
             self.store.num_bytes / MIB,
-            len(self.freight.buckets),
             self.freight.slot_bytes / MIB,
+            len(self.freight.buckets),
         )
 
     def begin(self) -> None:
@@ -118,6 +118,10 @@ class StateOnTier:
         self.begin()
         self._conveyor.run(wait)
         self.freight.commit()
+
+    def check(self) -> None:
+        """Refuse to go on, or to be saved, after an update that failed half-way."""
+        self._conveyor.check()
 
     def on_load(self) -> None:
         """Take state that was loaded to the tier, if it is not there already."""
@@ -192,6 +196,7 @@ class OffloadedUpdate:
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the parameters."""
+        self._state.check()
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def on_load(self) -> None:

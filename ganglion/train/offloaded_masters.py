@@ -75,6 +75,7 @@ class OffloadedMasterUpdate:
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the masters: views of the tier."""
+        self._state.check()
         return {name: master.detach() for name, master in self._masters.items()}
 
     @torch.no_grad()

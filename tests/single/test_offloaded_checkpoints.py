@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from ganglion import Plan, Run
+from ganglion.checkpoint import latest_checkpoint
 from ganglion.comm import open_world
+from ganglion.errors import OffloadError
 from ganglion.topology import Launch
 from ganglion.train.offloaded import OffloadSettings
 from tests.serial import Batch, assert_same_by_name, copies
@@ -74,6 +78,32 @@ def test_other_optimizers_continue_too(optimizer: str, tmp_path: Path) -> None:
         expected = losses(run, batches[HALF:])
     with started("disk", tmp_path, "bf16_master", optimizer=optimizer) as resumed:
         losses(resumed, batches[:2])  # what was read ahead is not what counts now
+        assert resumed.load(saved)
+        assert losses(resumed, batches[HALF:]) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, saved = make_batches(CASE), tmp_path / "saved"
+
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with started("disk", tmp_path, precision) as run:
+        losses(run, batches[:HALF])
+        path = run.save(saved)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", full)
+            with pytest.raises(OffloadError, match="no room for optimizer state"):
+                losses(run, batches[HALF:])
+        with pytest.raises(OffloadError, match="no room"):  # half an update must not be saved
+            run.save(saved)
+    assert latest_checkpoint(saved) == path
+    with started("none", tmp_path, precision) as whole:
+        expected = losses(whole, batches)[HALF:]
+    with started("disk", tmp_path, precision) as resumed:
         assert resumed.load(saved)
         assert losses(resumed, batches[HALF:]) == expected
 

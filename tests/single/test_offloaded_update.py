@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from ganglion.schedules.bucket_program import NUM_SLOTS
+from ganglion.trace import Recorder
 from tests.offloading import (
     FACTORIES,
     Offloaded,
     Part,
     assert_same_state,
+    fill_gradients,
     make_parameters,
     masters,
     plain,
@@ -87,3 +91,52 @@ def test_a_load_makes_what_was_read_ahead_worthless(kind: str, tmp_path: Path) -
         states.append(state_of(part))
         part.update.close()
     assert_same_state(*states)
+
+
+@pytest.mark.parametrize("kind", ["plain", "masters"])
+def test_buckets_are_updated_while_later_gradients_are_summed(kind: str, tmp_path: Path) -> None:
+    """Sums come one after the other, each only when it is waited for."""
+    offloaded = Offloaded(tmp_path, bucket_size=2048)
+    made, twin = (offloaded.plain, plain) if kind == "plain" else (offloaded.masters, masters)
+    states, num_early = [], 0
+    for make in (made, twin):
+        part = make(make_parameters(), FACTORIES["adamw"])
+        buffers = part.buckets.buffers(0)
+        assert len(buffers) > 2
+        for step in range(3):
+            fill_gradients(part.parameters, step)
+            sums = [buffer.clone() for buffer in buffers]
+            for buffer in buffers:
+                buffer.fill_(float("nan"))
+            before = {name: p.detach().clone() for name, p in part.parameters.items()}
+            num_changed = []
+
+            def wait(number: int) -> None:
+                buffers[number].copy_(sums[number])  # noqa: B023 - called in this turn
+                changed = (not torch.equal(before[n], p) for n, p in part.parameters.items())  # noqa: B023
+                num_changed.append(sum(changed))  # noqa: B023
+
+            part.update.begin()
+            part.update.step(buffers, None, wait)
+            assert len(num_changed) == len(buffers) and num_changed == sorted(num_changed)
+            if make is made:
+                assert num_changed[0] == 0 < num_changed[-1]
+                num_early += 1
+        states.append(state_of(part))
+        part.update.close()
+    assert num_early == 3
+    assert_same_state(*states)
+
+
+def test_state_is_read_before_the_step(tmp_path: Path) -> None:
+    recorder = Recorder(0)
+    part = Offloaded(tmp_path, recorder=recorder).plain(make_parameters(), FACTORIES["adamw"])
+    train(part, range(2))
+    before = len(recorder)
+    part.update.begin()
+    deadline = time.monotonic() + 20
+    while len(recorder) < before + NUM_SLOTS and time.monotonic() < deadline:
+        time.sleep(0.001)
+    read = recorder.events()[before:]
+    assert [event.kind for event in read] == ["read"] * NUM_SLOTS  # as far as slots reach
+    part.update.close()
