@@ -38,6 +38,8 @@ class GatherOrder:
         """Know no order yet."""
         self._after: dict[_Place, Use] = {}
         self._place: _Place | None = None
+        self._num_uses = 0  # since weights changed
+        self._num_expected = 0  # as many as between the last two changes
 
     def on_use(self, use: Use) -> int | None:
         """Take note of a use; return the weight that will be used after it, if that is known."""
@@ -47,12 +49,16 @@ class GatherOrder:
             self._after[self._place] = use
         self._place = _Place(before, use)
         following = self._after.get(self._place)
+        self._num_uses += 1
+        if self._num_uses == self._num_expected:
+            return None  # weights change now: what is gathered before that is gathered in vain
         if following is None or following.weight == use.weight:
             return None  # a gather of what is in use would only hold the memory of two
         return following.weight
 
     def on_change(self) -> None:
-        """Take note that weights changed: what is gathered before that is gathered in vain."""
-        if self._place is not None:
-            self._after.pop(self._place, None)
+        """Take note that weights changed, and after how many uses."""
+        if self._num_uses:
+            self._num_expected = self._num_uses
+        self._num_uses = 0
         self._place = None

@@ -74,6 +74,16 @@ def test_between_microbatches_the_next_one_is_begun() -> None:
     assert begun(order, sequence) == [1, 2, None, 1, 0]
 
 
+def test_the_end_of_a_step_is_known_by_its_length() -> None:
+    order, sequence = GatherOrder(), pass_through(3)[:-1]
+    for _ in range(3):
+        begun(order, [*sequence, *sequence])
+        order.on_change()
+        order.on_change()  # nobody used anything in between: no step
+    assert begun(order, sequence)[-1] == 0
+    assert begun(order, sequence)[-1] is None
+
+
 def test_an_evaluation_in_between_is_learned_too() -> None:
     order, training = GatherOrder(), pass_through(3)
     forward = [use for use in training if use.phase == FORWARD]
