@@ -102,6 +102,12 @@ class StoredWeight:
         self._target: Tensor | None = None  # where that sum belongs
         self._pending: _Sum | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole block."""
+        rows, *rest = self.parameter.shape
+        return (rows * (self._gathers.size if self._is_split else 1), *rest)
+
     def block(self, phase: str) -> Tensor:
         """Return the whole block, to be read until the next call."""
         if not self._is_split:
@@ -123,8 +129,7 @@ class StoredWeight:
         if self._block is not None or self._gathering is not None:
             return
         piece = self.parameter.detach()
-        shape = (piece.shape[0] * self._gathers.size, *piece.shape[1:])
-        block = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+        block = torch.empty(self.shape, dtype=piece.dtype, device=piece.device)
         self._gathering = (self._gathers.all_gather(block, piece), block)
 
     def forget(self) -> None:
