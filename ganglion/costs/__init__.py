@@ -42,6 +42,7 @@ from ganglion.costs.times import StageTimes
 from ganglion.costs.working_memory import (
     StageBlocks,
     activation_memory,
+    gathered_blocks,
     gathered_memory,
     message_memory,
     with_norm,
@@ -76,6 +77,7 @@ __all__ = [
     "conv_blocks",
     "conv_parameters",
     "find_cluster",
+    "gathered_blocks",
     "gathered_memory",
     "gpt_activations",
     "gpt_blocks",

@@ -10,10 +10,14 @@ a use once is begun early the next time (AxoNN-4D's OAG):
 A weight that two layers share is used twice in a pass, so a place in the order is two uses: this
 one and the one before. Every rank of a group sees the same uses and thus begins the same gathers in
 the same order.
+
+Some weights are kept from their first gather until they change; all others are gathered for each
+use. Which ones, a budget of bytes decides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 FORWARD, RECOMPUTE, BACKWARD = "F", "R", "B"
@@ -24,6 +28,19 @@ class Use(NamedTuple):
 
     phase: str
     weight: int
+
+
+def kept_within(sizes: Sequence[int], budget: int) -> list[bool]:
+    """Say which weights to keep gathered, of some sizes in the order of the model.
+
+    From the first on, each that still fits into the budget. Every byte that is kept spares the same
+    traffic, so what is left of the budget is all that another choice could win.
+    """
+    left, kept = budget, []
+    for size in sizes:
+        kept.append(size <= left)
+        left -= size if kept[-1] else 0
+    return kept
 
 
 class _Place(NamedTuple):
