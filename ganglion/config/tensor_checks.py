@@ -16,6 +16,11 @@ from ganglion.plan import Plan
 
 def check_tensor_axes(run: RunFile, plan: Plan) -> None:
     """Refuse tensor axes that the model's sizes, or its optimizer, do not fit."""
+    if run.parallel.keep_gathered and run.parallel.keep_gathered_mib:
+        raise ConfigError(
+            f"parallel.keep_gathered = true keeps all gathered weights, but parallel."
+            f"keep_gathered_mib = {run.parallel.keep_gathered_mib:g} only some: leave one out"
+        )
     if plan.x * plan.y * plan.z == 1:
         return
     if run.optimizer.name == "muon":

@@ -50,7 +50,7 @@ from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
-from ganglion.train.tensor_split import Splitting, make_blocks_real, split_request
+from ganglion.train.tensor_split import Splitting, hold_blocks, split_request
 from ganglion.units import MIB
 
 
@@ -185,7 +185,7 @@ def _build(
 
 def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overlap: bool) -> Held:
     """Return the executor of a whole model on this rank."""
-    make_blocks_real(request, splitting, request.blocks)
+    hold_blocks(request, splitting, request.blocks)
     parameters = named_parameters(request.blocks)
     reducer = GradientReducer(
         parameters,

@@ -64,8 +64,6 @@ def split_request(
     cuts = tensor_cuts(request.blocks) if cuts is None else cuts
     names = (*named_parameters(request.blocks), *named_buffers(request.blocks))
     split = apply_tensor_parallel(request.blocks, world, cuts.modules, settings)
-    if world.rank == 0:
-        logger.info("tensor parallelism:\n%s", split.report)
     group = split.grid.group(cuts.output_axis, "output")
     placements = {name: split.report.placements[name] for name in names}
     splitting = Splitting(
@@ -80,12 +78,20 @@ def split_request(
     return dataclasses.replace(request, blocks=split.blocks, loss_fn=loss_fn), splitting
 
 
-def make_blocks_real(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
-    """Give the named blocks memory and initial weights, if they were built without."""
-    if request.initial is None:
-        return
+def hold_blocks(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
+    """Take the named blocks as those that this rank computes.
+
+    Of these it is decided what stays gathered; they get memory and initial weights, if they were
+    built without.
+    """
     names = tuple(block_names)
     tensors: dict[str, Tensor] = dict(serial_names(request.blocks, names))
+    if splitting.weights is not None and splitting.report is not None:
+        splitting.report.kept = splitting.weights.choose_kept(tensors.values())
+        if request.world.rank == 0:
+            logger.info("tensor parallelism:\n%s", splitting.report)
+    if request.initial is None:
+        return
     for name in names:
         tensors |= request.blocks[name].named_buffers(prefix=name)
     make_real(tensors, request.initial, splitting.placements, request.world, request.device)

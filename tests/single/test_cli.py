@@ -102,6 +102,10 @@ def test_printed_config_can_be_used(tmp_path: Path) -> None:
             ["train", "--plan", "no.json", "--parallel.keep_gathered", "true"],
             "--plan no.json cannot be read",
         ),
+        (
+            ["train", "--parallel.keep_gathered", "true", "--parallel.keep_gathered_mib", "2.5"],
+            "parallel.keep_gathered_mib = 2.5 only some: leave one out",
+        ),
         (["train", "--plan", "p.json", "--parallel.x", "1"], "--plan and --parallel.x contradict"),
         (
             ["train", "--plan", "p.json", "--train.precision", "bf16"],

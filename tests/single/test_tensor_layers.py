@@ -457,6 +457,42 @@ def test_kept_weights_are_gathered_once_a_step() -> None:
     assert sorted(second) == sorted(once)
 
 
+def test_some_weights_are_kept_by_name() -> None:
+    _, second = logged_steps(TensorSettings(keep_names=("8",)), 2)
+    assert sorted(second) == sorted([*FIRST[:7], "gather 16", "gather 4"])
+
+
+def test_some_weights_are_kept_by_their_size() -> None:
+    # Layers of 4 x 2, 8 x 4 and 16 x 8 numbers in 4 bytes: the first, then no more.
+    _, second = logged_steps(TensorSettings(keep_bytes=4 * 4 * 2 + 4 * 8 * 4 - 1), 2)
+    assert sorted(second) == sorted([*FIRST[:7], "gather 16", "gather 8"])
+
+
+def test_what_is_kept_is_told() -> None:
+    def body(world: World) -> str:
+        blocks: dict[str, nn.Module] = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+        settings = TensorSettings(keep_bytes=64)
+        return str(apply_tensor_parallel(blocks, world, {}, settings).report)
+
+    report = run_threads(Mesh(z=2), body)[0]
+    assert "kept   a.weight: gathered once, until it changes" in report
+    assert "kept   b.weight" not in report
+
+
+def test_a_name_to_keep_that_is_not_there_is_refused() -> None:
+    def body(world: World) -> None:
+        blocks: dict[str, nn.Module] = {"a": nn.Linear(4, 4)}
+        apply_tensor_parallel(blocks, world, {}, TensorSettings(keep_names=("b",)))
+
+    with pytest.raises(ConfigError, match=r"keep_names has 'b', .* name some of a.weight"):
+        run_threads(Mesh(z=2), body)
+
+
+def test_two_ways_to_say_what_is_kept_are_refused() -> None:
+    with pytest.raises(ConfigError, match="keep_bytes = 5 each say what is kept"):
+        TensorSettings(keep_gathered=True, keep_bytes=5)
+
+
 # --- precision ------------------------------------------------------------------------------------
 
 
