@@ -15,7 +15,7 @@ from ganglion.plan import Plan
 
 
 def check_tensor_axes(run: RunFile, plan: Plan) -> None:
-    """Refuse tensor axes that the model's sizes, or its optimizer, do not fit."""
+    """Refuse tensor axes that the model's sizes do not fit."""
     if run.parallel.keep_gathered and run.parallel.keep_gathered_mib:
         raise ConfigError(
             f"parallel.keep_gathered = true keeps all gathered weights, but parallel."
@@ -23,12 +23,6 @@ def check_tensor_axes(run: RunFile, plan: Plan) -> None:
         )
     if plan.x * plan.y * plan.z == 1:
         return
-    if run.optimizer.name == "muon":
-        raise ConfigError(
-            f'optimizer.name = "muon" needs whole matrices, but parallel.x = {plan.x}, y = '
-            f'{plan.y}, z = {plan.z} split them: set optimizer.name = "adamw", or train over '
-            f"parallel.data and parallel.pipe"
-        )
     if not run.model.build:
         check = {"gpt": _check_gpt, "mlp": _check_mlp, "conv": _check_conv}[run.model.kind]
         check(run.model, plan)

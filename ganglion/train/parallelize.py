@@ -40,11 +40,7 @@ from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
 from ganglion.train.meta import check_memory
-from ganglion.train.optimizers import (
-    OptimizerFactory,
-    build_optimizers,
-    refuse_muon_on_pieces,
-)
+from ganglion.train.optimizers import OptimizerFactory, build_optimizers
 from ganglion.train.parts import Held, RunParts, RunRequest
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
@@ -162,7 +158,6 @@ def _build(
         if whole
         else assemble(request, splitting, rate)  # its reductions always overlap
     )
-    refuse_muon_on_pieces(held.optimizers, splitting.placements)
     rate.take(held.optimizers)
     return Run(
         RunParts(

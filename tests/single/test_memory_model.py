@@ -102,6 +102,8 @@ STATES = [
     Layouts("gpt", plan_of(pipe=3, schedule="stash", num_microbatches=1), "sgd"),
     Layouts("conv", plan_of(pipe=2, schedule="two_bw", data=2)),
     Layouts("wide_gpt", plan_of(x=2, y=2)),
+    Layouts("wide_gpt", plan_of(x=2, z=2), "muon"),
+    Layouts("wide_tied", plan_of(y=2, pipe=2), "muon"),
     Layouts("wide_gpt3", plan_of(z=2, data=2)),
     Layouts("wide_tied", plan_of(x=2, z=2, pipe=2)),
     Layouts("wide_tied", plan_of(y=2, z=2)),
