@@ -526,9 +526,8 @@ def test_blocks_along_z_are_as_predicted(keep: bool, keep_bytes: int) -> None:
         pipe = mesh.coordinates(rank).pipe
         extra = with_z[pipe].communication - without[pipe].communication
         largest = max(64 * 32, 32 * 64, 96 * 32) * 4
-        pieces = (
-            with_z[pipe].weights if keep or keep_bytes else 0
-        )  # sums of pieces, at the end of a step
+        # Sums of pieces, at the end of a step.
+        pieces = with_z[pipe].weights if keep or keep_bytes else 0
         assert extra - 2 * largest - pieces <= peak <= extra
 
 
