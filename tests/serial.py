@@ -31,23 +31,25 @@ class History:
 def train_serially(
     model: nn.Module,
     loss_fn: LossFn,
-    make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    make_optimizers: MakeOptimizers,
     batches: Sequence[Batch],
     *,
     max_grad_norm: float = 0.0,
 ) -> History:
     """Train on whole global batches with nothing but torch."""
     history = History()
-    optimizer = make_optimizer(list(model.named_parameters()))
+    made = make_optimizers(list(model.named_parameters()))
+    optimizers = [made] if isinstance(made, torch.optim.Optimizer) else made
     for inputs, targets in batches:
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = loss_fn(model(inputs), targets)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
         history.losses.append(loss.item())
         history.norms.append(norm.item())
         history.gradients.append(copies({n: p.grad for n, p in model.named_parameters()}))
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     history.weights = copies(dict(model.named_parameters()))
     return history
 

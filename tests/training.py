@@ -166,7 +166,7 @@ def train_serial(case: Case) -> History:
     return train_serially(
         make_model(case),
         cross_entropy,
-        OPTIMIZERS[case.optimizer],
+        FACTORIES[case.optimizer],
         make_batches(case),
         max_grad_norm=case.max_grad_norm,
     )

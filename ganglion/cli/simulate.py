@@ -16,21 +16,33 @@ from ganglion.config import RunFile, expected_shape, load_run_file, read_toml, r
 from ganglion.config.shapes import ConvShape, GPTShape
 from ganglion.costs import (
     BlockCost,
+    BlockLayers,
     Cluster,
     StageTimes,
     conv_blocks,
+    conv_layers,
     find_cluster,
     gpt_blocks,
+    gpt_layers,
+    held_blocks,
+    layer_times,
     mlp_blocks,
+    mlp_layers,
     stage_times,
     stage_times_from_file,
 )
 from ganglion.errors import ConfigError, LayoutError, NotBuiltError
 from ganglion.plan import Plan
 from ganglion.schedules import check_planned, planned_stage_map
-from ganglion.simulator import Disturbance, PlanSimulation, simulate_plan
+from ganglion.simulator import (
+    Disturbance,
+    PlanSimulation,
+    TensorOverlap,
+    simulate_plan,
+    with_collectives,
+)
 from ganglion.trace.event import Event
-from ganglion.units import format_bytes, format_time
+from ganglion.units import MIB, format_bytes, format_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +64,7 @@ class SimulateFigures:
 
     `step_s` is the mean time from one step's end to the next, the first step left out if there are
     more: a pipeline that never flushes fills only once. Lists have one entry for each pipe rank.
+    `collective_s` is the part of forward and backward that waits for collectives inside layers.
     """
 
     schedule: str
@@ -69,6 +82,7 @@ class SimulateFigures:
     backward_s: list[float]
     message_bytes: list[int]
     reduce_s: list[float]
+    collective_s: list[float]
 
 
 def simulate_command(request: SimulateRequest, *, trace_file: Path | None, as_json: bool) -> None:
@@ -115,9 +129,51 @@ def _plan_and_times(request: SimulateRequest, cluster: Cluster) -> tuple[Plan, l
     plan = resolve(run, request.nproc or num_cluster_ranks(run, cluster))
     if cluster.stages is not None:
         return plan, stage_times_from_file(cluster, plan.pipe, plan)
+    return plan, _model_times(run, plan, cluster, file)
+
+
+def _model_times(run: RunFile, plan: Plan, cluster: Cluster, file: Path) -> list[StageTimes]:
+    """Return times from the model's own costs, with what split layers wait for."""
     stage_map = planned_stage_map(plan)
     held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
-    return plan, stage_times(_blocks(run, plan, file), plan, cluster, held)
+    blocks = _blocks(run, plan, file)
+    times = stage_times(blocks, plan, cluster, held)
+    if plan.x * plan.y * plan.z == 1:
+        return times
+    layers, overlap = _layers(run, plan), _overlap(run, plan)
+    return [
+        with_collectives(
+            one,
+            layer_times([layers[number] for number in mine], plan, cluster, pipe),
+            plan.num_microbatches,
+            overlap,
+            recompute=plan.recompute == "full",
+        )
+        for pipe, (one, mine) in enumerate(zip(times, held_blocks(blocks, plan, held), strict=True))
+    ]
+
+
+def _layers(run: RunFile, plan: Plan) -> list[BlockLayers]:
+    """Return the split layers of every block of a built-in model."""
+    shape = expected_shape(run)
+    size = plan.microbatch_size
+    if isinstance(shape, GPTShape):
+        return gpt_layers(**asdict(shape), microbatch_size=size)
+    if isinstance(shape, ConvShape):
+        return conv_layers(**asdict(shape), microbatch_size=size)
+    return mlp_layers(**asdict(shape), microbatch_size=size)
+
+
+def _overlap(run: RunFile, plan: Plan) -> TensorOverlap:
+    parallel = run.parallel
+    return TensorOverlap(
+        all_reduce=parallel.overlap,
+        reduce_scatter=parallel.overlap,
+        all_gather=parallel.overlap,
+        keep_gathered=parallel.keep_gathered,
+        keep_bytes=int(parallel.keep_gathered_mib * MIB),
+        late_sums=plan.pipe > 1,
+    )
 
 
 def _refuse_averaging(plan: Plan) -> None:
@@ -234,6 +290,7 @@ def _figures(
         backward_s=[stage.backward_s + stage.weight_s for stage in times],
         message_bytes=[stage.message_bytes for stage in times],
         reduce_s=[stage.reduce_s for stage in times],
+        collective_s=[stage.collective_s for stage in times],
     )
 
 
@@ -267,13 +324,15 @@ def _print(figures: SimulateFigures, plan: Plan, cluster: Cluster, trace_file: P
         highlight=False,
     )
     table = Table()
-    for column in ("pipe", "forward", "backward", "message", "reduce", "idle", "exposed", "live"):
+    columns = ("forward", "backward", "in layers", "message", "reduce", "idle", "exposed", "live")
+    for column in ("pipe", *columns):
         table.add_column(column, justify="right")
     for rank in range(plan.pipe):
         table.add_row(
             str(rank),
             format_time(figures.forward_s[rank]),
             format_time(figures.backward_s[rank]),
+            format_time(figures.collective_s[rank]),
             format_bytes(figures.message_bytes[rank]),
             format_time(figures.reduce_s[rank]),
             f"{figures.bubbles[rank]:.1%}",

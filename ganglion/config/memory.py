@@ -27,6 +27,7 @@ from ganglion.costs import (
     conv_activations,
     conv_blocks,
     conv_parameters,
+    gathered_blocks,
     gathered_memory,
     gpt_activations,
     gpt_blocks,
@@ -40,6 +41,7 @@ from ganglion.costs import (
 )
 from ganglion.plan import Plan
 from ganglion.schedules import Holding, planned_holding, planned_schedule
+from ganglion.schedules.gathers import kept_within
 from ganglion.units import MIB
 
 _NUMBER, _FLOAT = 8, 4  # bytes of a token id or class, and of a pixel
@@ -51,6 +53,7 @@ class MemoryOptions:
 
     rules: StateRules = field(default_factory=StateRules)
     keep_gathered: bool = False
+    keep_bytes: int = 0
     overlap: bool = True
     bucket_mib: float = 25.0
 
@@ -65,6 +68,7 @@ class MemoryOptions:
         return cls(
             rules=rules,
             keep_gathered=run.parallel.keep_gathered,
+            keep_bytes=int(run.parallel.keep_gathered_mib * MIB),
             overlap=run.parallel.overlap,
             bucket_mib=run.parallel.bucket_mib,
         )
@@ -101,7 +105,7 @@ class _Model:
         gathered = gathered_memory(
             parameters,
             self._mesh,
-            keep_gathered=options.keep_gathered,
+            keep_gathered=options.keep_gathered or self._kept(parameters, options),
             overlap=options.overlap,
             precision=self._plan.precision,
         )
@@ -109,6 +113,10 @@ class _Model:
         if self._plan.averages:
             state = replace(state, center=2 * state.weights)
         return state + gathered + self._working_memory(rank, parameters, options)
+
+    def _kept(self, parameters: Sequence[Parameter], options: MemoryOptions) -> list[bool]:
+        """Say which of the gathered weights the budget keeps, as the layers themselves decide."""
+        return kept_within(gathered_blocks(parameters, self._mesh), options.keep_bytes)
 
     def _working_memory(
         self, rank: int, parameters: Sequence[Parameter], options: MemoryOptions

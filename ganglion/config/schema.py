@@ -113,6 +113,12 @@ class ParallelSection(Section):
         False,
         description="keep weights gathered over z until they change: more memory, less traffic",
     )
+    keep_gathered_mib: float = Field(
+        0.0,
+        ge=0,
+        description="keep only so many, from the first layer on, as fit into it on each rank; 0: "
+        "as keep_gathered says",
+    )
     bucket_mib: float = Field(25.0, gt=0, description="size of one gradient bucket")
 
 

@@ -9,6 +9,7 @@ from ganglion.costs.activations import (
 )
 from ganglion.costs.blocks import BlockCost, conv_blocks, gpt_blocks, mlp_blocks
 from ganglion.costs.cluster import Cluster, Link, builtin_clusters, find_cluster, read_cluster
+from ganglion.costs.layer_times import LayerTimes, layer_times
 from ganglion.costs.limit import injection_limit
 from ganglion.costs.memory import (
     CATEGORIES,
@@ -28,7 +29,19 @@ from ganglion.costs.parameters import (
     gpt_parameters,
     mlp_parameters,
 )
-from ganglion.costs.stages import balanced_boundaries, stage_times, stage_times_from_file
+from ganglion.costs.split_layers import (
+    BlockLayers,
+    SplitLayer,
+    conv_layers,
+    gpt_layers,
+    mlp_layers,
+)
+from ganglion.costs.stages import (
+    balanced_boundaries,
+    held_blocks,
+    stage_times,
+    stage_times_from_file,
+)
 from ganglion.costs.tensor_bytes import (
     PAPER,
     Matmul,
@@ -42,6 +55,7 @@ from ganglion.costs.times import StageTimes
 from ganglion.costs.working_memory import (
     StageBlocks,
     activation_memory,
+    gathered_blocks,
     gathered_memory,
     message_memory,
     with_norm,
@@ -55,8 +69,10 @@ __all__ = [
     "TWO_MASTERS",
     "BlockActivations",
     "BlockCost",
+    "BlockLayers",
     "Cluster",
     "Formats",
+    "LayerTimes",
     "Layout",
     "Link",
     "Matmul",
@@ -64,6 +80,7 @@ __all__ = [
     "Parameter",
     "Repeats",
     "Ring",
+    "SplitLayer",
     "StageBlocks",
     "StageTimes",
     "StateRules",
@@ -74,18 +91,24 @@ __all__ = [
     "builtin_clusters",
     "conv_activations",
     "conv_blocks",
+    "conv_layers",
     "conv_parameters",
     "find_cluster",
+    "gathered_blocks",
     "gathered_memory",
     "gpt_activations",
     "gpt_blocks",
+    "gpt_layers",
     "gpt_matmuls",
     "gpt_parameters",
+    "held_blocks",
     "injection_limit",
+    "layer_times",
     "link_between",
     "message_memory",
     "mlp_activations",
     "mlp_blocks",
+    "mlp_layers",
     "mlp_parameters",
     "read_cluster",
     "ring_sent",

@@ -2,7 +2,7 @@
 
 Times are those of one rank. `microbatch_size` is that of one (data, z) coordinate, so only x and y
 share the work of a microbatch, while z shares the stored weights, too. The collectives inside a
-layer that x, y and z need are not in these times.
+layer that x, y and z need are not in these times: see `layer_times`.
 """
 
 from __future__ import annotations
@@ -135,6 +135,26 @@ def _cut(
     blocks: Sequence[BlockCost], plan: Plan, held: Sequence[Sequence[int]] | None
 ) -> list[list[BlockCost]]:
     """Return the blocks of every coordinate, weights that one would hold twice counted once."""
+    edges = _edges(blocks, plan)
+    stages = [list(blocks[a:b]) for a, b in pairwise(edges)]
+    if held is not None and len(stages) > plan.pipe:
+        # The first stage of a rank comes last: its output is what travels.
+        stages = [[block for s in reversed(mine) for block in stages[s]] for mine in held]
+    stages[0] = [_without_tied(block) for block in stages[0]]
+    return stages
+
+
+def held_blocks(
+    blocks: Sequence[BlockCost], plan: Plan, held: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Return the numbers of the blocks of every pipe coordinate, which holds stages `held`."""
+    stages = [range(a, b) for a, b in pairwise(_edges(blocks, plan))]
+    if len(stages) == plan.pipe:
+        return [[*stage] for stage in stages]
+    return [[number for stage in mine for number in stages[stage]] for mine in held]
+
+
+def _edges(blocks: Sequence[BlockCost], plan: Plan) -> list[int]:
     cuts = plan.stage_boundaries
     if not cuts:
         cuts = balanced_boundaries([block.total_flops for block in blocks], plan.pipe)
@@ -143,13 +163,7 @@ def _cut(
             f"parallel.stage_boundaries = {list(cuts)} cuts after the last of {len(blocks)} "
             f"blocks: the last cut must be below {len(blocks)}"
         )
-    edges = [0, *cuts, len(blocks)]
-    stages = [list(blocks[a:b]) for a, b in pairwise(edges)]
-    if held is not None and len(stages) > plan.pipe:
-        # The first stage of a rank comes last: its output is what travels.
-        stages = [[block for s in reversed(mine) for block in stages[s]] for mine in held]
-    stages[0] = [_without_tied(block) for block in stages[0]]
-    return stages
+    return [0, *cuts, len(blocks)]
 
 
 def _without_tied(block: BlockCost) -> BlockCost:

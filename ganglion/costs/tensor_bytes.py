@@ -10,7 +10,8 @@ A layer is O = I W with I (m, k) and W (k, n); y splits k, x splits n, z splits 
     all-reduce data     2 (Gd-1)/Gd k n / (Gx Gy Gz)   of the stored gradient
 
 A transposed layer swaps x and y. The equations count one gather; an engine that stores pieces
-gathers again in backward, and once more if it recomputes: the number is always given.
+gathers again in backward, and once more if it recomputes: the number is always given. A first layer
+whose inputs are data has no gradient of them: no gather in backward, and no all-reduce over x.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from ganglion.topology import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
-    """O = I W: `rows` is m, of one replica in a whole step; `inputs` is k and `outputs` is n."""
+    """O = I W: `rows` is m, of one replica in a whole step; `inputs` is k and `outputs` is n.
+
+    Of a layer `of_data` the inputs need no gradient.
+    """
 
     rows: int
     inputs: int
     outputs: int
     transposed: bool = False
+    of_data: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,11 @@ class Repeats:
     gathers: int = 1
     scatters: int = 1
     forwards: int = 1
+
+    @property
+    def backward_gathers(self) -> int:
+        """The gathers that only gradients of inputs need."""
+        return max(0, self.gathers - self.scatters * self.forwards)
 
     @classmethod
     def of_step(
@@ -118,9 +128,12 @@ def _layer_traffic(layer: Matmul, mesh: Mesh, repeats: Repeats) -> Traffic:
     weight, blocks = layer.inputs * layer.outputs, mesh.x * mesh.y
     forward = 2 * repeats.forwards * ring_sent(layer.rows * layer.outputs, inner, mesh.z * outer)
     backward = 2 * ring_sent(layer.rows * layer.inputs, outer, mesh.z * inner)
+    gathers = repeats.gathers
+    if layer.of_data:
+        backward, gathers = 0.0, gathers - repeats.backward_gathers
     of_block = ring_sent(weight, mesh.z, blocks)
     return Traffic(
-        all_gather_z=repeats.gathers * of_block,
+        all_gather_z=gathers * of_block,
         reduce_scatter_z=repeats.scatters * of_block,
         all_reduce_x=forward if layer.transposed else backward,
         all_reduce_y=backward if layer.transposed else forward,

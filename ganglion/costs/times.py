@@ -16,6 +16,7 @@ class StageTimes:
     that does not split the backward takes both at once. `jitter` is the sigma of a log-normal
     factor on every computation, with median 1. `message_bytes` go to the next stage and, as
     gradients, back from it; `gradient_bytes` are summed over the replicas of the stage.
+    `collective_s` is what a microbatch waits for collectives inside layers, a part of its times.
     """
 
     forward_s: float
@@ -27,6 +28,7 @@ class StageTimes:
     jitter: float = 0.0
     message_bytes: int = 0
     gradient_bytes: int = 0
+    collective_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -51,4 +53,5 @@ class StageTimes:
             jitter=self.jitter,
             message_bytes=self.message_bytes,
             gradient_bytes=self.gradient_bytes // parts,
+            collective_s=self.collective_s / parts,
         )

@@ -128,23 +128,30 @@ def gathered_memory(
     parameters: Sequence[Parameter],
     mesh: Mesh,
     *,
-    keep_gathered: bool = False,
+    keep_gathered: bool | Sequence[bool] = False,
     overlap: bool = True,
     precision: str = "fp32",
 ) -> Memory:
     """Return the blocks of weights that a rank gathers along z, and their gradients.
 
     A gradient of a block stays, with the rank's sum of it, until the next microbatch has one too.
-    Gathered are all blocks, if they are kept; else the one in use and, with overlap, the next.
+    Gathered are the blocks that are kept (all, none, or those of `gathered_blocks` that are told),
+    and of the others the one in use and, with overlap, the next.
     """
     used = [parameter for parameter in parameters if parameter.is_gathered(mesh)]
     blocks = [parameter.num_gathered(mesh) for parameter in used]
     pieces = sum(parameter.num_stored(mesh) for parameter in used)
-    if keep_gathered:
-        gathered = sum(blocks)
-    elif overlap:
-        gathered = max((a + b for a, b in pairwise([0, *blocks])), default=0)
+    keeps = [keep_gathered] * len(used) if isinstance(keep_gathered, bool) else keep_gathered
+    passing = [0 if kept else size for size, kept in zip(blocks, keeps, strict=True)]
+    gathered = sum(blocks) - sum(passing)
+    if overlap:
+        gathered += max((a + b for a, b in pairwise([0, *passing])), default=0)
     else:
-        gathered = max(blocks, default=0)
+        gathered += max(passing, default=0)
     rounded = 0 if precision == "fp32" else max(blocks, default=0)
     return Memory(communication=FLOAT * (gathered + sum(blocks) + pieces) + HALF * rounded)
+
+
+def gathered_blocks(parameters: Iterable[Parameter], mesh: Mesh) -> list[int]:
+    """Return the bytes of each block that is gathered along z, in the order of the model."""
+    return [FLOAT * p.num_gathered(mesh) for p in parameters if p.is_gathered(mesh)]

@@ -6,6 +6,12 @@ from ganglion.simulator.links import Network, Route, Transfer
 from ganglion.simulator.on_cluster import PlanSimulation, simulate_plan
 from ganglion.simulator.pipeline import Surroundings, simulate
 from ganglion.simulator.result import Simulation
+from ganglion.simulator.tensor_step import (
+    TensorOverlap,
+    TensorStep,
+    tensor_step,
+    with_collectives,
+)
 
 __all__ = [
     "Disturbance",
@@ -14,9 +20,13 @@ __all__ = [
     "Route",
     "Simulation",
     "Surroundings",
+    "TensorOverlap",
+    "TensorStep",
     "Transfer",
     "simulate",
     "simulate_plan",
+    "tensor_step",
+    "with_collectives",
     "with_default_limit",
     "with_known_costs",
 ]

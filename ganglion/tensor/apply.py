@@ -61,6 +61,7 @@ def apply_tensor_parallel(
     done = {name: splitter.split(name, block) for name, block in blocks.items()}
     splitter.check_all_used()
     splitter.place(done)
+    splitter.choose_kept(done)
     return TensorParallel(done, grid, splitter.weights, splitter.report)
 
 
@@ -106,6 +107,11 @@ class _Splitter:
         """Note where each parameter and buffer lives."""
         for name, tensor in _tensors(blocks):
             self.report.placements[name] = self._pieces.placement_of(tensor)
+
+    def choose_kept(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Decide what stays gathered, if this rank uses all of the blocks."""
+        self.weights.check_names()
+        self.report.kept = self.weights.choose_kept(tensor for _, tensor in _tensors(blocks))
 
     def _converted(self, name: str, module: nn.Module) -> nn.Module:
         cut = self._cuts.get(name)

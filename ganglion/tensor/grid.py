@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ganglion.comm import Group, World, labelled
-from ganglion.errors import LayoutError
+from ganglion.errors import ConfigError, LayoutError
 from ganglion.tensor.tuning import Tuner
 from ganglion.topology import Coordinates, Mesh
 
@@ -20,7 +20,8 @@ class TensorSettings:
     `overlap_reduce_scatter`: of a weight gradient, until the end of backward (ORS).
     `overlap_all_gather`: of the next weight, under the layer before it (OAG).
     `keep_gathered`: gather a weight once and keep it until it changes, and sum weight gradients
-    over z once a step: more memory, less traffic.
+    over z once a step: more memory, less traffic. `keep_names` does so for the weights of some
+    modules only, `keep_bytes` for those, from the first on, whose blocks fit into so many bytes.
     `halves`: cut the rows of a layer in two, so that the all-reduce of one half, forward and
     backward, runs under the matmul of the other. This one does change the order of sums.
     `tune`: a folder; the matmuls of linear layers are timed once in three ways, the best of each is
@@ -31,8 +32,18 @@ class TensorSettings:
     overlap_reduce_scatter: bool = True
     overlap_all_gather: bool = True
     keep_gathered: bool = False
+    keep_names: tuple[str, ...] = ()
+    keep_bytes: int = 0
     halves: bool = False
     tune: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse two ways to say what is kept."""
+        if self.keep_gathered + bool(self.keep_names) + (self.keep_bytes > 0) > 1:
+            raise ConfigError(
+                f"keep_gathered = {self.keep_gathered}, keep_names = {self.keep_names} and "
+                f"keep_bytes = {self.keep_bytes} each say what is kept: set one of them"
+            )
 
 
 WITHOUT_OVERLAP = TensorSettings(

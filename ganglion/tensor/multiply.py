@@ -4,6 +4,7 @@
     backward   gather W over z;  dI = dO W^T, all-reduce over the axis of O's features
                dW = I^T dO, reduce-scatter over z
 
+An input that needs no gradient (the data, in the first layer) spares the first line of backward.
 With OAR the all-reduce of dI runs while dW is computed. Where there is no such all-reduce, dW comes
 first, so that its reduce-scatter runs while dI is computed. With halves, rows are cut in two
 wherever an all-reduce follows:
@@ -64,9 +65,9 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         layer: Layer = ctx.layer
         (x,) = ctx.saved_tensors
-        block = layer.weight.block(BACKWARD).to(ctx.dtype)
         needs_x, needs_weight, _ = ctx.needs_input_grad
         with torch.autocast(x.device.type, enabled=False):
+            block = layer.weight.block(BACKWARD).to(ctx.dtype) if needs_x else None
             backward = _Backward(layer, x, gradient.to(ctx.dtype), block)
             if layer.out_group is None or not needs_x:
                 of_weight = backward.of_weight() if needs_weight else None
@@ -83,25 +84,24 @@ class _Backward:
     layer: Layer
     x: Tensor
     gradient: Tensor
-    block: Tensor
+    block: Tensor | None  # of the weight; only the gradient of the input needs it
 
     def of_x(self) -> Tensor:
-        return self.layer.product.input_gradient(self.gradient, self.block, self.x)
+        return self._product_of_x(self.gradient, self.x)
 
     def of_weight(self) -> Tensor | None:
-        made = self.layer.product.weight_gradient(self.gradient, self.x, self.block)
+        made = self.layer.product.weight_gradient(self.gradient, self.x, self.layer.weight.shape)
         return self.layer.weight.gradient(made)
 
     def of_both(self, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
-        product = self.layer.product
-        summed = _Summed(
-            self.layer,
-            self.layer.out_group,
-            lambda gradient, x: product.input_gradient(gradient, self.block, x),
-        )
+        summed = _Summed(self.layer, self.layer.out_group, self._product_of_x)
         summed.start(self.gradient, self.x)
         of_weight = self.of_weight() if needs_weight else None
         return summed.finish(), of_weight
+
+    def _product_of_x(self, gradient: Tensor, x: Tensor) -> Tensor:
+        assert self.block is not None
+        return self.layer.product.input_gradient(gradient, self.block, x)
 
 
 class _Summed:

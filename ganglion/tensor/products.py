@@ -21,8 +21,8 @@ class Product(Protocol):
     def input_gradient(self, gradient: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of `x`, from that of the product."""
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of the weight; of `weight` only the shape is read."""
+    def weight_gradient(self, gradient: Tensor, x: Tensor, shape: Sizes) -> Tensor:
+        """Return the gradient of a weight of some shape: its numbers are not needed."""
 
 
 class LinearProduct:
@@ -36,7 +36,7 @@ class LinearProduct:
         """Return the gradient of `x`."""
         return gradient @ weight
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def weight_gradient(self, gradient: Tensor, x: Tensor, shape: Sizes) -> Tensor:
         """Return the gradient of the weight."""
         return gradient.flatten(0, -2).T @ x.flatten(0, -2)
 
@@ -52,7 +52,7 @@ class FlippedProduct:
         """Return the gradient of `x`."""
         return F.linear(gradient, weight)
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def weight_gradient(self, gradient: Tensor, x: Tensor, shape: Sizes) -> Tensor:
         """Return the gradient of the weight."""
         return x.flatten(0, -2).T @ gradient.flatten(0, -2)
 
@@ -78,9 +78,10 @@ class ConvProduct:
         """Return the gradient of `x`."""
         return self._gradients(gradient, x, weight, (True, False, False))[0]
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def weight_gradient(self, gradient: Tensor, x: Tensor, shape: Sizes) -> Tensor:
         """Return the gradient of the kernels."""
-        return self._gradients(gradient, x, weight, (False, True, False))[1]
+        no_numbers = gradient.new_empty(1).expand(shape)  # as torch.nn.grad.conv2d_weight does
+        return self._gradients(gradient, x, no_numbers, (False, True, False))[1]
 
     def _how(self) -> tuple[Sizes, Sizes, Sizes, bool, Sizes, int]:
         rest = self.output_padding or (0,) * len(self.stride)

@@ -170,7 +170,7 @@ class Replacer:
     ) -> StoredWeight:
         piece = self._pieces.weight(name, whole, *shards)
         axes = {shard.axis for shard in self._pieces.placement_of(piece).shards}
-        return self._weights.store(piece, is_split="z" in axes, label=label)
+        return self._weights.store(piece, name=name, is_split="z" in axes, label=label)
 
     def _vector(
         self, name: str, module: nn.Module, part: str, axis: str | None, sections: int = 1

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ganglion.comm import Group
 from ganglion.errors import ConfigError
-from ganglion.tensor.products import FlippedProduct, LinearProduct, Product
+from ganglion.tensor.products import FlippedProduct, LinearProduct, Product, Sizes
 
 NN, NT, TN = "NN", "NT", "TN"
 VARIANTS = (NN, NT, TN)
@@ -127,7 +127,7 @@ class TunedProduct:
         turned = weight.T if self._flipped else weight
         return self._tuner.multiply(INPUT_GRADIENT, _rows(gradient), turned).view(x.shape)
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def weight_gradient(self, gradient: Tensor, x: Tensor, shape: Sizes) -> Tensor:
         """Return the gradient of the weight."""
         first, second = (x, gradient) if self._flipped else (gradient, x)
         return self._tuner.multiply(WEIGHT_GRADIENT, _rows(first).T, _rows(second))

@@ -4,11 +4,13 @@
     piece of gradient <--reduce-scatter z-- gradient of the block
 
 With overlap the gather of the next weight is under way while this one is used, and the sums of
-gradients run on until `finish_gradients`. Both are the same arithmetic as with waits.
+gradients run on until `finish_gradients`. Both are the same arithmetic as with waits. A weight that
+is kept is gathered once until it changes, and its gradients are summed over z once a step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ganglion.comm import Handle, labelled
-from ganglion.schedules.gathers import FORWARD, RECOMPUTE, GatherOrder, Use
+from ganglion.errors import ConfigError
+from ganglion.schedules.gathers import FORWARD, RECOMPUTE, GatherOrder, Use, kept_within
 from ganglion.tensor.grid import Grid
 
 
@@ -31,7 +34,7 @@ class Weights:
         self._numbered: list[StoredWeight] = []
 
     def store(
-        self, parameter: nn.Parameter, *, is_split: bool = True, label: str = ""
+        self, parameter: nn.Parameter, *, name: str = "", is_split: bool = True, label: str = ""
     ) -> StoredWeight:
         """Return the weight of a parameter; layers that share it share the weight.
 
@@ -43,7 +46,36 @@ class Weights:
             found = StoredWeight(parameter, number, self._grid, self, is_split, label)
             self._stored[id(parameter)] = found
             self._numbered.append(found)
+        found.names.append(name)
         return found
+
+    def choose_kept(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Decide which weights stay gathered, of the parameters that this rank uses; return names.
+
+        Ranks of a group hold blocks of the same sizes in the same order, so they decide alike.
+        """
+        found = dict.fromkeys(self._stored.get(id(parameter)) for parameter in parameters)
+        used = [weight for weight in found if weight is not None and weight.is_split]
+        sizes = [weight.num_bytes for weight in used]
+        fits = kept_within(sizes, self._grid.settings.keep_bytes)
+        for weight, does_fit in zip(used, fits, strict=True):
+            weight.keeps = does_fit or self._is_named(weight)
+        return [weight.names[0] for weight in used if weight.keeps]
+
+    def check_names(self) -> None:
+        """Refuse a name to keep that no weight has: it would be ignored."""
+        known = [name for weight in self._numbered for name in weight.names]
+        for wanted in self._grid.settings.keep_names:
+            if not any(_is_inside(name, wanted) for name in known):
+                raise ConfigError(
+                    f"keep_names has {wanted!r}, which is no weight of a split layer, and no "
+                    f"module with one: name some of {', '.join(known)}"
+                )
+
+    def _is_named(self, weight: StoredWeight) -> bool:
+        settings = self._grid.settings
+        wanted = ((name, each) for name in weight.names for each in settings.keep_names)
+        return settings.keep_gathered or any(_is_inside(*pair) for pair in wanted)
 
     def holds(self, parameter: Tensor) -> bool:
         """Say whether a parameter is one of these, which layers gather and cast themselves."""
@@ -95,20 +127,33 @@ class StoredWeight:
         """Store `parameter`, a piece along dim 0 of the block that is multiplied with."""
         self.parameter = parameter
         self.number = number
+        self.names: list[str] = []  # several, if layers share it
+        self.keeps = False  # its block until it changes, and the sum of its gradients
         self._settings = grid.settings
         self._gathers = labelled(grid.gathers, label)
         self._scatters = labelled(grid.scatters, label)
         self._all = all_
-        self._is_split = is_split and grid.gathers.size > 1
+        self.is_split = is_split and grid.gathers.size > 1
         self._gathering: tuple[Handle, Tensor] | None = None
         self._block: Tensor | None = None  # kept between uses
         self._sum: Tensor | None = None  # of gradients of the block, kept between backwards
         self._target: Tensor | None = None  # where that sum belongs
         self._pending: _Sum | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole block."""
+        rows, *rest = self.parameter.shape
+        return (rows * (self._gathers.size if self.is_split else 1), *rest)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole block."""
+        return math.prod(self.shape) * self.parameter.element_size()
+
     def block(self, phase: str) -> Tensor:
         """Return the whole block, to be read until the next call."""
-        if not self._is_split:
+        if not self.is_split:
             return self.parameter.detach()
         block = self._block
         if block is None:
@@ -117,7 +162,7 @@ class StoredWeight:
             handle, block = self._gathering
             self._gathering = None
             handle.wait()
-            if self._settings.keep_gathered:
+            if self.keeps:
                 self._block = block
         self._all.on_use(self, phase)
         return block
@@ -127,8 +172,7 @@ class StoredWeight:
         if self._block is not None or self._gathering is not None:
             return
         piece = self.parameter.detach()
-        shape = (piece.shape[0] * self._gathers.size, *piece.shape[1:])
-        block = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+        block = torch.empty(self.shape, dtype=piece.dtype, device=piece.device)
         self._gathering = (self._gathers.all_gather(block, piece), block)
 
     def forget(self) -> None:
@@ -142,10 +186,10 @@ class StoredWeight:
 
         Whether one waits for its sum or not, it is added by `finish_sum`, in the same order.
         """
-        if not self._is_split:
+        if not self.is_split:
             return of_block
         of_block = of_block.to(self.parameter.dtype)
-        if self._settings.keep_gathered:
+        if self.keeps:
             self._keep(of_block)
             return None
         self.finish_sum()  # of the microbatch before: it had all the time since
@@ -197,6 +241,10 @@ class _Sum:
     piece: Tensor
     of_block: Tensor
     target: Tensor | None
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
 
 
 def phase_now() -> str:

@@ -33,7 +33,7 @@ from ganglion.train.making_updates import make_update, store_weights
 from ganglion.train.parts import Held, RunRequest
 from ganglion.train.pipelined import PipelineExecutor, StageAt
 from ganglion.train.stage_worker import StagePart, StageWorker, Tie
-from ganglion.train.tensor_split import Splitting, is_split, make_blocks_real
+from ganglion.train.tensor_split import Splitting, hold_blocks, is_split
 
 
 def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Held:
@@ -57,7 +57,7 @@ def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Hel
     rank_at = _rank_at(world, schedule)
     stages = schedule.stage_map.stages_of(world.coordinates.pipe)
     block_names = tuple(name for number in stages for name in cut.stages[number])
-    make_blocks_real(request, splitting, block_names)
+    hold_blocks(request, splitting, block_names)
     parts: dict[int, StagePart] = {}
     for number in stages:
         parts[number] = _part(number, request, schedule, cut, rank_at, splitting, parts.values())

@@ -49,6 +49,7 @@ from ganglion.train.optimizers import optimizer_factory
 from ganglion.train.parallelize import parallelize
 from ganglion.train.peak import count_flops, machine_peak
 from ganglion.train.run import Run
+from ganglion.units import MIB
 
 SYNTHETIC_VOCAB_SIZE = 256
 # Whether samples are token ids; of a data set of the user's own, nobody knows.
@@ -199,6 +200,7 @@ def parallelize_file(
             overlap_reduce_scatter=file.parallel.overlap,
             overlap_all_gather=file.parallel.overlap,
             keep_gathered=file.parallel.keep_gathered,
+            keep_bytes=int(file.parallel.keep_gathered_mib * MIB),
         ),
         bucket_mib=file.parallel.bucket_mib,
         timeout_s=file.train.timeout_s,

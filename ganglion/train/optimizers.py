@@ -14,7 +14,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ganglion.config.schema import OptimizerSection
 from ganglion.errors import ConfigError
-from ganglion.topology import Placement
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], Optimizer | Sequence[Optimizer]]
@@ -105,21 +104,3 @@ def _groups(named: NamedParameters, weight_decay: float) -> list[dict[str, objec
         {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def refuse_muon_on_pieces(
-    optimizers: Sequence[Optimizer], placements: Mapping[str, Placement]
-) -> None:
-    """Refuse Muon on a split matrix: it would orthogonalize each piece by itself."""
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Muon):
-            continue
-        for group in optimizer.param_groups:
-            for name in group.get("param_names", ()):
-                place = placements.get(name)
-                if place is not None and place.shards:
-                    axes = sorted({shard.axis for shard in place.shards})
-                    raise ConfigError(
-                        f"Muon needs the whole matrix {name!r} of {place.shape}, but it is split "
-                        f"over {', '.join(axes)}: use AdamW or SGD with tensor axes"
-                    )

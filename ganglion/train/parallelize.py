@@ -46,14 +46,14 @@ from ganglion.train.learning_rate import LrFactor, RateSetter, constant
 from ganglion.train.making_updates import make_update, store_weights
 from ganglion.train.meta import check_memory
 from ganglion.train.offloaded import OffloadSettings
-from ganglion.train.optimizers import OptimizerFactory, refuse_muon_on_pieces
+from ganglion.train.optimizers import OptimizerFactory
 from ganglion.train.parts import Held, RunParts, RunRequest
 from ganglion.train.precision import WideLoss
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
-from ganglion.train.tensor_split import Splitting, make_blocks_real, split_request
+from ganglion.train.tensor_split import Splitting, hold_blocks, split_request
 from ganglion.train.verdict import Judge
 from ganglion.units import MIB
 
@@ -192,7 +192,6 @@ def _build(
         if whole
         else assemble(request, splitting, rate)  # its reductions always overlap
     )
-    refuse_muon_on_pieces(held.optimizers, splitting.placements)
     rate.take(held.optimizers)
     return Run(
         RunParts(
@@ -216,7 +215,7 @@ def _build(
 
 def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overlap: bool) -> Held:
     """Return the executor of a whole model on this rank."""
-    make_blocks_real(request, splitting, request.blocks)
+    hold_blocks(request, splitting, request.blocks)
     parameters = named_parameters(request.blocks)
     _check_trainable(parameters)
     stored = store_weights(request, request.blocks.values(), parameters)

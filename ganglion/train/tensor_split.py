@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ganglion.comm import Group, World, plain_group
+from ganglion.comm import Group, World, labelled, plain_group
 from ganglion.gradients import Reach
 from ganglion.models import LossFn, cross_entropy, named_buffers, named_parameters, tensor_cuts
 from ganglion.tensor import (
@@ -24,6 +24,7 @@ from ganglion.topology import TENSOR_AXES, Mesh, ModelCuts, Placement
 from ganglion.train.cutting import serial_names
 from ganglion.train.meta import make_real
 from ganglion.train.parts import RunRequest
+from ganglion.train.split_muon import SplitMatrices, over_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -64,28 +65,41 @@ def split_request(
     cuts = tensor_cuts(request.blocks) if cuts is None else cuts
     names = (*named_parameters(request.blocks), *named_buffers(request.blocks))
     split = apply_tensor_parallel(request.blocks, world, cuts.modules, settings)
-    if world.rank == 0:
-        logger.info("tensor parallelism:\n%s", split.report)
     group = split.grid.group(cuts.output_axis, "output")
+    # Of its own: what an update exchanges must not queue behind gathers of layers.
+    together = world.group(*TENSOR_AXES, use="updates")
     placements = {name: split.report.placements[name] for name in names}
     splitting = Splitting(
         reach=_reaches(placements, world, request.plan.summed_axes),
         placements=placements,
         weights=split.weights,
         report=split.report,
-        norm_group=plain_group(world.group(*TENSOR_AXES)),
+        norm_group=plain_group(together),
         whole_output=lambda output: gather(output, group, cuts.output_dim),
     )
     loss_fn = _split_loss(request.loss_fn, group, cuts.output_dim)
-    return dataclasses.replace(request, blocks=split.blocks, loss_fn=loss_fn), splitting
+    matrices = SplitMatrices(labelled(together, "muon"), world.mesh, placements)
+    factory = over_pieces(request.optimizer_factory, matrices)
+    made = dataclasses.replace(
+        request, blocks=split.blocks, loss_fn=loss_fn, optimizer_factory=factory
+    )
+    return made, splitting
 
 
-def make_blocks_real(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
-    """Give the named blocks memory and initial weights, if they were built without."""
-    if request.initial is None:
-        return
+def hold_blocks(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
+    """Take the named blocks as those that this rank computes.
+
+    Of these it is decided what stays gathered; they get memory and initial weights, if they were
+    built without.
+    """
     names = tuple(block_names)
     tensors: dict[str, Tensor] = dict(serial_names(request.blocks, names))
+    if splitting.weights is not None and splitting.report is not None:
+        splitting.report.kept = splitting.weights.choose_kept(tensors.values())
+        if request.world.rank == 0:
+            logger.info("tensor parallelism:\n%s", splitting.report)
+    if request.initial is None:
+        return
     for name in names:
         tensors |= request.blocks[name].named_buffers(prefix=name)
     make_real(tensors, request.initial, splitting.placements, request.world, request.device)

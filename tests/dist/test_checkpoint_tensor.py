@@ -132,6 +132,20 @@ def test_shared_weights_and_convolutions_continue(ranks: Ranks, tmp_path: Path, 
     assert_continues(spread(ranks, after, continue_on, case, str(tmp_path)), serial(case), case)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(Plan(x=2, z=2), dataclasses.replace(PIPE, z=2)), (Plan(y=2, z=2), ONE), (ONE, Plan(x=2))],
+    ids=named,
+)
+def test_muon_continues_whether_its_matrices_are_split_or_not(
+    ranks: Ranks, tmp_path: Path, before: Plan, after: Plan
+) -> None:
+    case = dataclasses.replace(CASE, optimizer="muon")
+    before, after = sized(before, case), sized(after, case)
+    spread(ranks, before, save_on, case, str(tmp_path))
+    assert_continues(spread(ranks, after, continue_on, case, str(tmp_path)), serial(case), case)
+
+
 def stop_and_resume(world: World, plan: Plan, case: Case, folder: str) -> tuple[Held, Held]:
     uninterrupted = open_run(world, plan, case)
     train_until(uninterrupted, case, SAVED_AT)

@@ -51,7 +51,25 @@ def _sized(fields: dict[str, object], case: Case) -> Plan:
 def test_processes_equal_serial(
     ranks: Ranks, fields: dict[str, object], transport: str, settings: str
 ) -> None:
-    case = dataclasses.replace(CASE, tensor=SETTINGS[settings])
+    check(ranks, fields, transport, dataclasses.replace(CASE, tensor=SETTINGS[settings]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "transport"),
+    [
+        ({"x": 2, "z": 2}, "shm"),
+        ({"y": 2, "pipe": 2}, "torch"),
+        ({"z": 2, "pipe": 2, "schedule": "two_bw"}, "shm"),
+    ],
+    ids=str,
+)
+def test_muon_gathers_matrices_between_processes(
+    ranks: Ranks, fields: dict[str, object], transport: str
+) -> None:
+    check(ranks, fields, transport, dataclasses.replace(CASE, optimizer="muon"))
+
+
+def check(ranks: Ranks, fields: dict[str, object], transport: str, case: Case) -> None:
     plan = _sized(fields, case)
     wanted = delayed(case) if plan.schedule == "two_bw" else train_serial(case)
     held = ranks.run(plan.num_ranks, train_on, plan, case, transport)

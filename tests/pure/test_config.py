@@ -24,6 +24,8 @@ from ganglion.config.tensor_checks import check_vocabulary
 from ganglion.errors import ConfigError, GanglionError, LayoutError, UnknownKeyError
 from ganglion.plan import Plan
 
+HUGGING_FACE = "ganglion.models.hugging_face:build"
+
 
 def load(*overrides: tuple[str, str], **tables: object) -> RunFile:
     return load_run_file(tables, [Override(*pair) for pair in overrides])
@@ -169,6 +171,14 @@ def test_microbatches_are_derived() -> None:
             "cuts after the last of 4 blocks",
         ),
         ({"parallel": {"x": 3}}, 3, "model.heads = 4 cannot be split over parallel.x = 3"),
+        (
+            {
+                "model": {"build": HUGGING_FACE, "args": {"model_type": "gpt2", "n_head": 6}},
+                "parallel": {"x": 4},
+            },
+            4,
+            r"model\.args\.n_head = 6 cannot be split over parallel\.x = 4: choose a multiple of 4",
+        ),
         ({"parallel": {"y": 5}}, 5, "model.hidden = .* cannot be split over parallel.y = 5"),
         (
             {"model": {"kind": "mlp", "hidden": 9}, "parallel": {"x": 2}},

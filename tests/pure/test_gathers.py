@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.schedules.gathers import BACKWARD, FORWARD, RECOMPUTE, GatherOrder, Use
+from ganglion.schedules.gathers import BACKWARD, FORWARD, RECOMPUTE, GatherOrder, Use, kept_within
 
 uses = st.lists(
     st.builds(Use, st.sampled_from([FORWARD, RECOMPUTE, BACKWARD]), st.integers(0, 4)), max_size=30
@@ -74,6 +74,16 @@ def test_between_microbatches_the_next_one_is_begun() -> None:
     assert begun(order, sequence) == [1, 2, None, 1, 0]
 
 
+def test_the_end_of_a_step_is_known_by_its_length() -> None:
+    order, sequence = GatherOrder(), pass_through(3)[:-1]
+    for _ in range(3):
+        begun(order, [*sequence, *sequence])
+        order.on_change()
+        order.on_change()  # nobody used anything in between: no step
+    assert begun(order, sequence)[-1] == 0
+    assert begun(order, sequence)[-1] is None
+
+
 def test_an_evaluation_in_between_is_learned_too() -> None:
     order, training = GatherOrder(), pass_through(3)
     forward = [use for use in training if use.phase == FORWARD]
@@ -111,3 +121,23 @@ def test_an_order_without_repetition_is_known_after_one_pass(sequence: list[Use]
     order.on_change()
     if sequence:
         assert begun(order, sequence) == wanted(sequence)
+
+
+# --- what is kept --------------------------------------------------------------------------------
+
+
+def test_weights_are_kept_from_the_first_on_as_long_as_they_fit() -> None:
+    assert kept_within([4, 3, 9, 2, 2], 10) == [True, True, False, True, False]
+    assert kept_within([4, 3], 0) == [False, False]
+    assert kept_within([4, 3], 7) == [True, True]
+    assert kept_within([], 7) == []
+
+
+@given(st.lists(st.integers(1, 50)), st.integers(0, 200))
+def test_a_budget_is_kept_and_used(sizes: list[int], budget: int) -> None:
+    kept = kept_within(sizes, budget)
+    spent = 0
+    for size, is_kept in zip(sizes, kept, strict=True):
+        assert is_kept == (spent + size <= budget)
+        spent += size * is_kept
+    assert spent <= budget

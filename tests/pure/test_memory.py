@@ -32,6 +32,7 @@ from ganglion.costs import (
     activation_memory,
     conv_blocks,
     conv_parameters,
+    gathered_blocks,
     gathered_memory,
     gpt_blocks,
     gpt_parameters,
@@ -319,6 +320,11 @@ def test_weights_along_z() -> None:
     assert gathered_memory(weights, mesh, overlap=False).communication == summed + 4 * 80
     kept = gathered_memory(weights, mesh, keep_gathered=True).communication
     assert kept == summed + 4 * 140
+    some = gathered_memory(weights, mesh, keep_gathered=[False, True, False]).communication
+    assert some == summed + 4 * (80 + 40)  # the others are never in use one after the other
+    first = gathered_memory(weights, mesh, keep_gathered=[True, False, False], overlap=False)
+    assert first.communication == summed + 4 * (20 + 80)
+    assert gathered_blocks(weights, mesh) == [80, 320, 160]
     half = gathered_memory(weights, mesh, keep_gathered=True, precision="bf16").communication
     assert half == kept + 2 * 80
     assert gathered_memory(weights, ONE).communication == 0
@@ -463,6 +469,22 @@ def test_options_of_a_run_file() -> None:
     options = MemoryOptions.of(load_run_file(tables))
     assert options.rules == StateRules(optimizer="sgd", has_momentum=False)
     assert options.keep_gathered and options.overlap and options.bucket_mib == 2.0
+
+
+def test_a_budget_for_gathered_weights() -> None:
+    shape = MLPShape(num_inputs=8, num_outputs=4, num_layers=3, hidden=16)
+    plan = Plan(z=2)
+    tables = {"parallel": {"z": 2, "keep_gathered_mib": 4 * 8 * 16 / 2**20}}
+    options = MemoryOptions.of(load_run_file(tables))
+    assert options.keep_bytes == 4 * 8 * 16  # the first layer; after it the last fits no more
+    (some,) = predicted_memory(shape, plan, options)
+    (none,) = predicted_memory(shape, plan, MemoryOptions())
+    (all_,) = predicted_memory(shape, plan, MemoryOptions(keep_gathered=True))
+    (room,) = predicted_memory(shape, plan, MemoryOptions(keep_bytes=1 << 20))
+    assert all_ == room
+    passing = (16 * 16 + 16 * 4) * 4  # the two others, in use and next
+    assert some.communication - none.communication == 4 * 8 * 16 + passing - 4 * (8 + 16) * 16
+    assert all_.communication - some.communication == 0
 
 
 def test_averaging_keeps_the_centre_and_what_is_on_its_way() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -52,6 +53,17 @@ def test_gathers_are_counted_as_told() -> None:
         found = tensor_traffic([SMALL], mesh, Repeats(gathers=gathers))
         assert found.all_gather_z == gathers * paper.all_gather_z
         assert found.reduce_scatter_z == paper.reduce_scatter_z
+
+
+def test_a_layer_of_data_has_no_gradient_of_its_inputs() -> None:
+    mesh, first = Mesh(x=2, y=2, z=2), replace(SMALL, of_data=True)
+    for recomputes in (False, True):
+        repeats = Repeats.of_step(4, recomputes=recomputes)
+        inner, outer = (tensor_traffic([layer], mesh, repeats) for layer in (SMALL, first))
+        spared = tensor_traffic([SMALL], mesh, Repeats(gathers=4)).all_gather_z
+        assert outer == replace(inner, all_gather_z=inner.all_gather_z - spared, all_reduce_x=0.0)
+    for repeats in (PAPER, Repeats.of_step(4, keeps_gathered=True)):
+        assert tensor_traffic([first], mesh, repeats).all_gather_z == 24 * 36 / 8
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,21 @@ backward_weight_s = 1.0
 """
 
 
+SPLIT = """
+[model]
+layers = 4
+hidden = 256
+heads = 8
+vocab_size = 256
+[data]
+kind = "synthetic"
+[train]
+global_batch_size = 16
+microbatch_size = 2
+[parallel]
+"""
+
+
 def ganglion(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a command that must end with `code`."""
     result = started(*words, cwd=cwd)
@@ -105,6 +120,27 @@ def test_simulate_a_run_file_on_a_built_in_cluster(folder: Path) -> None:
     assert figures["versions"] == 2 and figures["peak_live"] == [4, 3, 2, 1]
     slot_s = max(f + b for f, b in zip(figures["forward_s"], figures["backward_s"], strict=True))
     assert figures["step_s"] >= 32 * slot_s * 0.999
+
+
+def test_simulate_layers_that_are_split(folder: Path) -> None:
+    def figures(parallel: str) -> dict[str, list[float]]:
+        (folder / "split.toml").write_text(SPLIT + parallel)
+        words = ["simulate", "split.toml", "--cluster", "perlmutter", "--json"]
+        found: dict[str, list[float]] = json.loads(ganglion(*words, cwd=folder).stdout)
+        return found
+
+    # Rank by rank what a microbatch waits for: less with overlap, least with kept weights.
+    waiting, overlapped, kept = (
+        figures(f"z = 2\npipe = 2\n{how}")
+        for how in ("overlap = false", "", "keep_gathered_mib = 100")
+    )
+    rows = (waiting["collective_s"], overlapped["collective_s"], kept["collective_s"])
+    for slow, quick, quickest in zip(*rows, strict=True):
+        assert slow > quick > quickest > 0
+    assert waiting["step_s"] > overlapped["step_s"]
+    assert figures("data = 2\npipe = 2")["collective_s"] == [0.0, 0.0]
+    for axes in ("x = 2", "y = 2\nx = 2", 'x = 2\npipe = 2\nschedule = "interleaved"'):
+        assert all(seconds > 0 for seconds in figures(axes)["collective_s"])
 
 
 def test_simulate_a_plan_with_times_from_the_file(folder: Path) -> None:

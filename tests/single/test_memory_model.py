@@ -102,6 +102,8 @@ STATES = [
     Layouts("gpt", plan_of(pipe=3, schedule="stash", num_microbatches=1), "sgd"),
     Layouts("conv", plan_of(pipe=2, schedule="two_bw", data=2)),
     Layouts("wide_gpt", plan_of(x=2, y=2)),
+    Layouts("wide_gpt", plan_of(x=2, z=2), "muon"),
+    Layouts("wide_tied", plan_of(y=2, pipe=2), "muon"),
     Layouts("wide_gpt3", plan_of(z=2, data=2)),
     Layouts("wide_tied", plan_of(x=2, z=2, pipe=2)),
     Layouts("wide_tied", plan_of(y=2, z=2)),
@@ -506,21 +508,26 @@ def peak_of_gathers(world: World, layout: Layouts, settings: TensorSettings) -> 
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_blocks_along_z_are_as_predicted(keep: bool) -> None:
+@pytest.mark.parametrize("keep_bytes", [0, 30_000])
+def test_blocks_along_z_are_as_predicted(keep: bool, keep_bytes: int) -> None:
     """But for the one or two blocks in use, which come and go inside a forward."""
+    keep_bytes = 0 if keep else keep_bytes
     layout = Layouts("wide_gpt3", plan_of(pipe=2, z=2))
-    mesh, settings = layout.plan.mesh(), TensorSettings(keep_gathered=keep)
+    mesh = layout.plan.mesh()
+    settings = TensorSettings(keep_gathered=keep, keep_bytes=keep_bytes)
     found = run_threads(mesh, lambda world: peak_of_gathers(world, layout, settings))
     plan = found[0][0]
     unsplit = replace(plan, z=1, microbatch_size=2)
     shape = SHAPES[layout.model]
-    with_z = predicted_memory(shape, plan, MemoryOptions(keep_gathered=keep))
+    options = MemoryOptions(keep_gathered=keep, keep_bytes=keep_bytes)
+    with_z = predicted_memory(shape, plan, options)
     without = predicted_memory(shape, replace(unsplit, microbatch_size=1), MemoryOptions())
     for rank, (_, peak) in enumerate(found):
         pipe = mesh.coordinates(rank).pipe
         extra = with_z[pipe].communication - without[pipe].communication
         largest = max(64 * 32, 32 * 64, 96 * 32) * 4
-        pieces = with_z[pipe].weights if keep else 0  # sums of pieces, at the end of a step
+        # Sums of pieces, at the end of a step.
+        pieces = with_z[pipe].weights if keep or keep_bytes else 0
         assert extra - 2 * largest - pieces <= peak <= extra
 
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from ganglion import Plan, parallelize
 from ganglion.comm import Group, Handle, World, run_threads
-from ganglion.config import GPTShape
-from ganglion.costs import Repeats, Traffic, gpt_matmuls, ring_sent, tensor_traffic
+from ganglion.config import GPTShape, MLPShape
+from ganglion.costs import Matmul, Repeats, Traffic, gpt_matmuls, ring_sent, tensor_traffic
 from ganglion.models import build_model, cross_entropy
 from ganglion.tensor import TensorSettings
 from ganglion.topology import Mesh, Placement
@@ -215,13 +216,13 @@ def assert_apart(seen: Seen, plan: Plan) -> None:
     found = {key: size for key, size in seen.bytes.items() if key[1].startswith(APART)}
     of_table = {key: found.pop(key) for key in list(found) if key[0] == "z"}
     assert found == wanted
-    if z > 1:  # the table is gathered forward, and maybe once more ahead of time
+    if z > 1:  # the table is gathered forward, and in the first step maybe once in vain
         table = SHAPE.vocab_size * SHAPE.hidden // (x * y) * ITEM
         num_uses = plan.num_microbatches * NUM_STEPS
         assert set(of_table) == {("z", "embedding_all_gather"), ("z", "embedding_reduce_scatter")}
         assert of_table["z", "embedding_reduce_scatter"] == table * num_uses
         assert table * num_uses <= of_table["z", "embedding_all_gather"]
-        assert of_table["z", "embedding_all_gather"] <= table * (num_uses + NUM_STEPS)
+        assert of_table["z", "embedding_all_gather"] <= table * (num_uses + 1)
 
 
 SOME = [layout for layout in LAYOUTS if named(layout) in ("z3", "x2-z2", "x2-y2-z2", "z2-data2")]
@@ -240,6 +241,48 @@ def test_kept_weights_are_gathered_once_a_step(layout: dict[str, int]) -> None:
 @pytest.mark.parametrize("layout", SOME, ids=named)
 def test_recomputing_gathers_a_third_time(layout: dict[str, int]) -> None:
     check(plan_of(layout, recompute="full"), Repeats.of_step(2, recomputes=True))
+
+
+# --- a first layer whose inputs are data ---------------------------------------------------------
+
+MLP = MLPShape(num_inputs=6, num_outputs=12, num_layers=3, hidden=24)
+
+
+def train_mlp(world: World, plan: Plan, settings: TensorSettings) -> Counter[str]:
+    recorder = Recorder(world.rank)
+    run = parallelize(
+        build_model(MLP).double(),
+        cross_entropy,
+        partial(torch.optim.SGD, lr=0.1),
+        plan,
+        world=world,
+        recorder=recorder,
+        tensor=settings,
+    )
+    batch = (torch.ones(plan.share_size, 6).double(), torch.ones(plan.share_size).long())
+    list(run.steps([batch] * NUM_STEPS))
+    moved = Counter[str]()
+    for event in filter(_is_of_layers, recorder.events()):
+        moved[event.kind] += event.bytes
+    return moved
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_first_layer_is_not_gathered_for_a_gradient_of_data(name: str, recompute: str) -> None:
+    plan = plan_of({"z": 2}, recompute=recompute)
+    seen, *_ = run_threads(plan.mesh(), lambda world: train_mlp(world, plan, SETTINGS[name]))
+    widths, rows = [6, 24, 24, 12], plan.share_size * plan.z
+    layers = [
+        Matmul(rows=rows, inputs=a, outputs=b, of_data=number == 0)
+        for number, (a, b) in enumerate(pairwise(widths))
+    ]
+    repeats = Repeats.of_step(2, recomputes=recompute == "full", keeps_gathered=name == "kept")
+    wanted = tensor_traffic(layers, plan.mesh(), repeats) * (ITEM * NUM_STEPS)
+    # Where the first step ends is not known yet: overlap gathers for a microbatch that never comes.
+    in_vain = 6 * 24 * ITEM if (name, recompute) == ("overlapped", "none") else 0
+    assert ring_sent(seen["all_gather"] - in_vain, plan.z) == wanted.all_gather_z
+    assert ring_sent(seen["reduce_scatter"], plan.z) == wanted.reduce_scatter_z
 
 
 def test_the_comparison_can_fail() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, run_threads
+from ganglion.comm import SoloGroup, World, run_threads
+from ganglion.config.hugging_face_checks import FAMILIES, check_hugging_face
 from ganglion.errors import LayoutError
-from ganglion.models import cross_entropy, named_parameters
-from ganglion.models.hugging_face import hugging_face_blocks, hugging_face_names
+from ganglion.models import cross_entropy, named_parameters, tensor_cuts
+from ganglion.models.hugging_face import build, hugging_face_blocks, hugging_face_names
 from ganglion.models.hugging_face_cuts import cuts_of
+from ganglion.tensor import apply_tensor_parallel
+from ganglion.topology import Mesh
 from ganglion.train import random_stream
 from tests.hugging_face import Logits
 from tests.serial import TOLERANCE, Batch, History, assert_same_by_name, copies, train_serially
@@ -307,6 +310,72 @@ def test_what_cannot_be_split_is_refused(case: Case, text: str) -> None:
     plan = with_batch(Plan(x=4))
     with pytest.raises(LayoutError, match=re.escape(text)):
         run_threads(plan.mesh(), lambda world: train(world, plan, case))
+
+
+LIMITS: dict[str, list[dict[str, Any]]] = {
+    "gpt2": [
+        {"n_head": 3, "n_embd": 24},
+        {"num_attention_heads": 3, "hidden_size": 24},
+        {"n_embd": 10, "n_head": 2},
+        {"n_inner": 7},
+        {"vocab_size": 30},
+        {"vocab_size": 31},
+        {"attn_pdrop": 0.1},
+        {},
+    ],
+    "llama": [
+        {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3},
+        {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6},
+        {"hidden_size": 24},
+        {"intermediate_size": 9},
+        {"vocab_size": 31},
+        {"attention_dropout": 0.1},
+        {"pad_token_id": 1},
+        {},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [(f, c) for f, each in LIMITS.items() for c in each], ids=str
+)
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"y": 2}, {"y": 3}, {"z": 2}], ids=str)
+def test_what_the_split_refuses_is_refused_before_the_launch(
+    family: str, changes: dict[str, Any], axes: dict[str, int]
+) -> None:
+    """From the run file alone, and nothing else is."""
+    settings = {"model_type": family, **SETTINGS[family], "vocab_size": 36} | changes
+
+    def split(world: World) -> None:
+        with torch.device("meta"):
+            blocks = build(**settings)
+        apply_tensor_parallel(blocks, world, tensor_cuts(blocks).modules)
+
+    def refused(check: Callable[[], object]) -> bool:
+        try:
+            check()
+        except LayoutError:
+            return True
+        return False
+
+    world = World(0, Mesh(**axes), lambda _: SoloGroup(0))
+    assert refused(lambda: check_hugging_face(settings, Plan(**axes))) == refused(
+        lambda: split(world)
+    )
+
+
+def test_sizes_that_a_run_file_leaves_out_are_those_of_transformers() -> None:
+    for family, config in (("gpt2", transformers.GPT2Config), ("llama", transformers.LlamaConfig)):
+        sizes = FAMILIES[family]
+        plain = config()
+        for key, value in sizes.defaults.items():
+            wanted = getattr(plain, key)
+            if value is None and key in sizes.mirrors and wanted is not None:
+                other, factor = sizes.mirrors[key]
+                value = factor * sizes.defaults[other]
+            assert wanted == value, key
+        for alias, key in sizes.aliases.items():
+            assert config.attribute_map[alias] == key
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

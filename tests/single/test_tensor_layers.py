@@ -24,8 +24,9 @@ from ganglion.tensor import (
 )
 from ganglion.tensor.channel_norms import SplitGroupNorm
 from ganglion.tensor.dropout import SplitDropout
+from ganglion.tensor.forms import form_of
 from ganglion.tensor.multiply import Layer, multiply
-from ganglion.tensor.products import LinearProduct
+from ganglion.tensor.products import LinearProduct, Sizes
 from ganglion.topology import (
     BATCH,
     GROUP,
@@ -288,9 +289,9 @@ class LoggedProduct(LinearProduct):
         self.log.append(f"input gradient {len(gradient)}")
         return super().input_gradient(gradient, weight, x)
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def weight_gradient(self, gradient: Tensor, x: Tensor, shape: Sizes) -> Tensor:
         self.log.append(f"weight gradient {len(x)}")
-        return super().weight_gradient(gradient, x, weight)
+        return super().weight_gradient(gradient, x, shape)
 
 
 class PlainWeight:
@@ -298,6 +299,7 @@ class PlainWeight:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
+        self.shape = tuple(parameter.shape)
 
     def block(self, phase: str) -> Tensor:
         return self.parameter.detach()
@@ -371,7 +373,9 @@ class LoggedGroup:
         return self._inner.all_gather(output, tensor)
 
 
-def logged_steps(settings: TensorSettings, num_steps: int) -> list[list[str]]:
+def logged_steps(
+    settings: TensorSettings, num_steps: int, *, of_input: bool = True
+) -> list[list[str]]:
     """Train layers of 4, 8 and 16 rows over z; return what each step gathered, and when."""
 
     def body(world: World) -> list[list[str]]:
@@ -385,7 +389,7 @@ def logged_steps(settings: TensorSettings, num_steps: int) -> list[list[str]]:
             block.register_forward_pre_hook(lambda *_, name=name: log.append(f"use {name}"))
         steps = []
         for _ in range(num_steps):
-            x = torch.ones(1, 2)
+            x = torch.ones(1, 2, requires_grad=of_input)
             for block in split.blocks.values():
                 x = block(x)
             log.append("backward")
@@ -423,11 +427,70 @@ def test_without_overlap_weights_are_gathered_when_they_are_used() -> None:
     assert logged_steps(settings, 2) == [FIRST, FIRST]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_layer_whose_input_needs_no_gradient_is_gathered_forward_only(overlap: bool) -> None:
+    settings = TensorSettings(overlap_all_gather=overlap)
+    first, *later = logged_steps(settings, 3, of_input=False)
+    assert first == FIRST[:-1]
+    assert all(sorted(step) == sorted(FIRST[:-1]) for step in later)
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(4, 6), nn.Conv2d(4, 6, 3), nn.ConvTranspose2d(4, 6, 3, stride=2)], ids=str
+)
+def test_the_gradient_of_a_weight_needs_no_numbers_of_it(module: nn.Module) -> None:
+    form = form_of(module)
+    assert form is not None
+    x = images(2, 4, *[5] * (module.weight.dim() - 2))
+    weight = module.weight.detach().double()
+    gradient = torch.randn_like(form.product.output(x, weight))
+    found = form.product.weight_gradient(gradient, x, tuple(weight.shape))
+    leaf = weight.clone().requires_grad_()
+    form.product.output(x, leaf).backward(gradient)
+    torch.testing.assert_close(found, leaf.grad, rtol=0, atol=0)
+
+
 def test_kept_weights_are_gathered_once_a_step() -> None:
     once = FIRST[: FIRST.index("backward") + 1]
     first, second = logged_steps(TensorSettings(keep_gathered=True), 2)
     assert first == once
     assert sorted(second) == sorted(once)
+
+
+def test_some_weights_are_kept_by_name() -> None:
+    _, second = logged_steps(TensorSettings(keep_names=("8",)), 2)
+    assert sorted(second) == sorted([*FIRST[:7], "gather 16", "gather 4"])
+
+
+def test_some_weights_are_kept_by_their_size() -> None:
+    # Layers of 4 x 2, 8 x 4 and 16 x 8 numbers in 4 bytes: the first, then no more.
+    _, second = logged_steps(TensorSettings(keep_bytes=4 * 4 * 2 + 4 * 8 * 4 - 1), 2)
+    assert sorted(second) == sorted([*FIRST[:7], "gather 16", "gather 8"])
+
+
+def test_what_is_kept_is_told() -> None:
+    def body(world: World) -> str:
+        blocks: dict[str, nn.Module] = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+        settings = TensorSettings(keep_bytes=64)
+        return str(apply_tensor_parallel(blocks, world, {}, settings).report)
+
+    report = run_threads(Mesh(z=2), body)[0]
+    assert "kept   a.weight: gathered once, until it changes" in report
+    assert "kept   b.weight" not in report
+
+
+def test_a_name_to_keep_that_is_not_there_is_refused() -> None:
+    def body(world: World) -> None:
+        blocks: dict[str, nn.Module] = {"a": nn.Linear(4, 4)}
+        apply_tensor_parallel(blocks, world, {}, TensorSettings(keep_names=("b",)))
+
+    with pytest.raises(ConfigError, match=r"keep_names has 'b', .* name some of a.weight"):
+        run_threads(Mesh(z=2), body)
+
+
+def test_two_ways_to_say_what_is_kept_are_refused() -> None:
+    with pytest.raises(ConfigError, match="keep_bytes = 5 each say what is kept"):
+        TensorSettings(keep_gathered=True, keep_bytes=5)
 
 
 # --- precision ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from ganglion import Plan
 from ganglion.comm import Faults, World, run_threads
+from ganglion.tensor import TensorSettings
 from ganglion.trace import Recorder
 from tests.pipelines import FLUSHING, delayed, plan_for
 from tests.serial import TOLERANCE, History, assert_same_by_name
@@ -75,6 +76,24 @@ def _count_sums(world: World, plan: Plan, case: Case) -> tuple[int, int]:
     places = [run.placements()[name] for name in run.model_tensors()]
     cut = [place for place in places if any(shard.axis == "z" for shard in place.shards)]
     return sum(event.kind.endswith("reduce_scatter") for event in recorder.events()), len(cut)
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "two_bw"])
+def test_stages_keep_some_weights_of_their_own(schedule: str) -> None:
+    """A budget is that of a rank: each stage keeps what comes first in it."""
+    case = dataclasses.replace(CASE, tensor=TensorSettings(keep_bytes=60_000))
+    plan = dataclasses.replace(plan_for(case, schedule, 2, 2, 4), data=1, z=2)
+    _assert_equals(plan, case, delayed(case) if schedule == "two_bw" else train_serial(case))
+    kept = run_threads(plan.mesh(), lambda world: kept_of(world, plan, case))
+    for rank, (names, mine) in enumerate(kept):
+        assert names and names < mine, f"rank {rank} keeps {names} of {mine}"
+
+
+def kept_of(world: World, plan: Plan, case: Case) -> tuple[set[str], set[str]]:
+    with make_run(world, plan, case) as run:
+        report = run.tensor_report()
+        assert report is not None
+        return set(report.kept), set(run.model_tensors())
 
 
 def test_stages_of_one_rank_sum_their_own_gradients() -> None:

@@ -108,6 +108,26 @@ def test_kept_weights_equal_the_serial_model(plan: Plan, model: str) -> None:
     _assert_serial(plan, dataclasses.replace(CASE, model=model, tensor=SETTINGS["kept"]))
 
 
+@pytest.mark.parametrize("plan", [*(p for p in FOUR if p.z > 1), Plan(x=2, z=4)], ids=named)
+@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied", "wide_mlp"])
+def test_some_kept_weights_equal_the_serial_model(plan: Plan, model: str) -> None:
+    some = TensorSettings(keep_bytes=20_000)
+    waiting, overlapped = (
+        _assert_serial(plan, dataclasses.replace(CASE, model=model, tensor=tensor))
+        for tensor in (some, dataclasses.replace(SETTINGS["waiting"], keep_bytes=20_000))
+    )
+    assert_same_bits(waiting, overlapped)
+
+
+@pytest.mark.parametrize(("keep_bytes", "twin"), [(1 << 30, "kept"), (1, "overlapped")])
+def test_a_budget_for_all_weights_or_none_changes_no_bit(keep_bytes: int, twin: str) -> None:
+    budget, plain = (
+        _assert_serial(Plan(z=2), dataclasses.replace(CASE, tensor=tensor))
+        for tensor in (TensorSettings(keep_bytes=keep_bytes), SETTINGS[twin])
+    )
+    assert_same_bits(budget, plain)
+
+
 @pytest.mark.parametrize("plan", MIXED, ids=named)
 @pytest.mark.parametrize("model", ["wide_gpt", "wide_conv"])
 def test_halves_equal_the_serial_model_and_themselves_with_waits(plan: Plan, model: str) -> None:
