@@ -96,7 +96,14 @@ def _as_resolved(file: RunFile, plan: Plan, folder: Path) -> RunFile:
             "rank_order": list(plan.rank_order),
         },
         "train": {"microbatch_size": plan.microbatch_size, "precision": plan.precision},
-        "memory": {"recompute": plan.recompute, "offload": plan.offload},
+        "memory": {
+            "recompute": plan.recompute,
+            "recompute_every": plan.recompute_every,
+            "recompute_blocks": list(plan.recompute_blocks),
+            "activation_mib": plan.activation_mib,
+            "offload": plan.offload,
+            "offload_activations": plan.offload_activations,
+        },
         "averaging": {"method": plan.averaging, "servers": plan.servers},
         "output": {"dir": str(folder)},
     }

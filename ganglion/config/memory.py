@@ -35,6 +35,7 @@ from ganglion.costs import (
     mlp_activations,
     mlp_blocks,
     mlp_parameters,
+    segments,
     state_memory,
     with_norm,
 )
@@ -115,8 +116,8 @@ class _Model:
     ) -> Memory:
         holding, plan = self._holdings[rank], self._plan
         stages = [self._stage(stage, holding) for stage in holding.stages]
-        recompute = plan.recompute == "full"
-        working = activation_memory(stages, holding.alive, recompute=recompute)
+        offloaded = plan.offload_activations != "none"
+        working = activation_memory(stages, holding.alive, offloaded=offloaded)
         flushes = planned_schedule(plan, rank).flushes
         if plan.pipe > 1 or not flushes or plan.x * plan.y * plan.z > 1:
             bucket_size = self._largest_bucket(parameters, options.bucket_mib)
@@ -134,8 +135,10 @@ class _Model:
 
     def _stage(self, stage: int, holding: Holding) -> StageBlocks:
         start, end = self._edges[stage]
+        spans = segments(self._plan, range(start, end), len(self._activations))
         return StageBlocks(
             blocks=self._activations[start:end],
+            segments=[range(span.start - start, span.stop - start) for span in spans],
             is_first=stage == 0,
             is_last=stage == holding.num_stages - 1,
             num_waiting=self._num_waiting(stage, holding),

@@ -28,6 +28,7 @@ from ganglion.costs.parameters import (
     gpt_parameters,
     mlp_parameters,
 )
+from ganglion.costs.segments import num_near_root, segments, written
 from ganglion.costs.stages import balanced_boundaries, stage_times, stage_times_from_file
 from ganglion.costs.tensor_bytes import (
     PAPER,
@@ -87,12 +88,15 @@ __all__ = [
     "mlp_activations",
     "mlp_blocks",
     "mlp_parameters",
+    "num_near_root",
     "read_cluster",
     "ring_sent",
     "rings_along",
+    "segments",
     "stage_times",
     "stage_times_from_file",
     "state_memory",
     "tensor_traffic",
     "with_norm",
+    "written",
 ]

@@ -2,7 +2,7 @@
 
 The stage remembers, for every microbatch in flight, the input it came with and the output it left:
 what autograd needs to go back. With recomputation the graph between them holds the input of each
-block and nothing else; random numbers depend on (step, microbatch, block) only, so the second
+segment and nothing else; random numbers depend on (step, microbatch, block) only, so the second
 forward of a block repeats the first.
 """
 
@@ -37,14 +37,17 @@ class _InFlight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """How a stage computes; `loss_fn` is given on the last stage only."""
+    """How a stage computes; `loss_fn` is given on the last stage only.
+
+    `segments` are the runs of its blocks that backward computes again.
+    """
 
     loss_fn: LossFn | None
     loss_scale: float
     num_stages: int
     seed_block: SeedBlock
     autocast: Context = nullcontext
-    recompute: bool = False
+    segments: Sequence[range] = ()
     deferral: Deferral | None = None
 
 
@@ -64,7 +67,7 @@ class Stage:
             first_block=first_block,
             loss_fn=settings.loss_fn,
             autocast=settings.autocast,
-            recompute=settings.recompute,
+            segments=settings.segments,
             deferral=settings.deferral,
         )
         self._in_flight: dict[int, _InFlight] = {}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ganglion.comm import Transport, World
 from ganglion.config.averaging_checks import check_flushes
+from ganglion.costs import segments
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientBuckets
 from ganglion.models import named_buffers
@@ -136,7 +137,10 @@ def _part(
     optimized = trainable if versions is None else versions.optimized
     return StagePart(
         stage=Stage(
-            number, blocks, cut.first_block(number), _settings(number, request, schedule, blocks)
+            number,
+            blocks,
+            cut.first_block(number),
+            _settings(number, request, schedule, cut, blocks),
         ),
         parameters=parameters,
         buckets=buckets,
@@ -161,7 +165,11 @@ def _versions_kept(request: RunRequest, schedule: RankSchedule) -> int:
 
 
 def _settings(
-    number: int, request: RunRequest, schedule: RankSchedule, blocks: Sequence[nn.Module]
+    number: int,
+    request: RunRequest,
+    schedule: RankSchedule,
+    cut: Stages,
+    blocks: Sequence[nn.Module],
 ) -> StageSettings:
     last = schedule.stage_map.num_stages - 1
     plan, stream = request.plan, request.stream
@@ -176,7 +184,7 @@ def _settings(
         num_stages=last + 1,
         seed_block=seed_block,
         autocast=request.autocast,
-        recompute=plan.recompute == "full",
+        segments=segments(plan, cut.span(number), len(request.blocks)),
         deferral=defer_weight_gradients(blocks) if schedule.splits_backward else None,
     )
 

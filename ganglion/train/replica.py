@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ganglion.costs import segments
 from ganglion.gradients import GradientReducer
 from ganglion.models import LossFn, evaluation_mode
 from ganglion.pipeline import Chain
@@ -43,7 +44,7 @@ class Replica:
             list(blocks.values()),
             loss_fn=loss_fn,
             autocast=lambda: autocast(plan.precision, device),
-            recompute=plan.recompute == "full",
+            segments=segments(plan, range(len(blocks)), len(blocks)),
         )
         self._plan = plan
         self._device = device
