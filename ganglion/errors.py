@@ -8,6 +8,7 @@
     |-- DataError            a corpus, tokenizer or data set that cannot be used
     |-- CheckpointError      missing, incomplete, corrupt or mismatching saved state
     |-- LaunchError          processes could not be started or could not meet
+    |-- OffloadError         a memory tier that is full, slow past its deadline or failing
     |-- PipelineError        an action of a stage failed; names rank, stage and microbatch
     `-- CommError            ranks failed to talk
         |-- PeerLost         another rank is gone or silent past its deadline
@@ -49,6 +50,10 @@ class CheckpointError(GanglionError):
 
 class LaunchError(GanglionError):
     """Processes that could not be started, or could not find each other."""
+
+
+class OffloadError(GanglionError):
+    """A tier that could not take or give back optimizer state."""
 
 
 class PipelineError(GanglionError):

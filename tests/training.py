@@ -18,6 +18,7 @@ from ganglion.tensor import TensorSettings
 from ganglion.trace import Event, Recorder
 from ganglion.train import Run
 from ganglion.train.averaged import AveragingSettings
+from ganglion.train.offloaded_activations import ActivationSettings
 from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
 from tests.serial import Batch, History, copies, train_serially
 from tests.tensors import WIDE, Held
@@ -76,6 +77,7 @@ class Case:
     bucket_mib: float = 0.002  # small, so that a small model still has several buckets
     tensor: TensorSettings | None = None
     averaging: AveragingSettings | None = None
+    activations: ActivationSettings | None = None
 
 
 def make_model(case: Case, seed: int = 1) -> nn.Module:
@@ -127,6 +129,7 @@ def make_run(
         tensor=case.tensor,
         recorder=recorder,
         averaging=case.averaging,
+        activations=case.activations,
     )
 
 

@@ -221,6 +221,7 @@ class MemorySection(Section):
         "none", description="where activations wait for their backward: host memory, or a file"
     )
     offload: str = Field("none", description="reserved for optimizer state off the device")
+    offload_dir: str = Field("", description='disk: folder of the scratch file; "": the run folder')
 
 
 class RunFile(Section):

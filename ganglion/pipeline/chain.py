@@ -11,18 +11,24 @@ block. The last part has the loss in it, so that its output need not be kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ganglion.offload.activations import ActivationOffload
 from ganglion.pipeline.recompute import RecomputedSegment
 from ganglion.pipeline.weight_gradients import Deferral, WeightStore
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Seed = Callable[[int], None]  # (block): make the random numbers those of a block
 Context = Callable[[], AbstractContextManager[object]]
+BeginPart = Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +51,19 @@ class Chain:
         autocast: Context = nullcontext,
         segments: Sequence[range] = (),
         deferral: Deferral | None = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         """Hold `blocks`, of which the first is block `first_block` of the model.
 
         `segments` are the runs of blocks, by their numbers in the model, that backward computes
-        again as one each.
+        again as one each. What autograd saves of a forward goes to `offload`, if there is one.
         """
         self.blocks = list(blocks)
         self._first_block = first_block
         self._loss_fn = loss_fn
         self._autocast = autocast
         self._deferral = deferral
+        self._offload = offload
         self._parts = list(self._cut(segments))
 
     def forward(
@@ -65,11 +73,12 @@ class Chain:
 
         With a deferral, the weight halves of the backward will go to `half`.
         """
-        if not any(part.segment for part in self._parts):
+        with self._saving(hidden, target, half) as begin_part:
+            if any(part.segment for part in self._parts):
+                return self._forward_parts(hidden, target, seed, half, begin_part)
             with self._collecting(half), self._autocast():
-                hidden = self._run(self._numbers, hidden, seed)
+                hidden = self._run(self._numbers, hidden, seed, begin_part)
             return self._end(hidden, target)
-        return self._forward_parts(hidden, target, seed, half)
 
     @torch.no_grad()
     def evaluate(self, hidden: Tensor, target: Tensor | None) -> Tensor:
@@ -80,7 +89,12 @@ class Chain:
         return self._end(hidden, target)
 
     def _forward_parts(
-        self, hidden: Tensor, target: Tensor | None, seed: Seed, half: WeightStore | None
+        self,
+        hidden: Tensor,
+        target: Tensor | None,
+        seed: Seed,
+        half: WeightStore | None,
+        begin_part: BeginPart,
     ) -> Tensor:
         def forward_of(numbers: range) -> Callable[[Tensor], Tensor]:
             def forward(hidden: Tensor) -> Tensor:
@@ -93,12 +107,16 @@ class Chain:
 
         anchors = () if half is None else (half.anchor,)
         for part in self._parts:
+            begin_part()
             forward = forward_of(part.numbers)
             hidden = part.segment.run(forward, hidden, anchors) if part.segment else forward(hidden)
         return hidden
 
-    def _run(self, numbers: range, hidden: Tensor, seed: Seed) -> Tensor:
+    def _run(
+        self, numbers: range, hidden: Tensor, seed: Seed, begin_part: BeginPart = _nothing
+    ) -> Tensor:
         for number in numbers:
+            begin_part()
             seed(number)
             hidden = self.blocks[number - self._first_block](hidden)
         return hidden
@@ -107,6 +125,21 @@ class Chain:
         if self._loss_fn is None or target is None:
             return hidden
         return self._loss_fn(hidden, target)
+
+    @contextmanager
+    def _saving(
+        self, hidden: Tensor, target: Tensor | None, half: WeightStore | None
+    ) -> Iterator[BeginPart]:
+        """Yield what is called before each part of a forward."""
+        if self._offload is None:
+            yield _nothing
+            return
+        modules = [*self.blocks, *([self._loss_fn] if isinstance(self._loss_fn, nn.Module) else [])]
+        data = [t for t in (hidden, target) if t is not None and not t.requires_grad]
+        # Weight halves read their inputs long after the input halves of their part.
+        trip = self._offload.trip(modules, data, ahead=half is None)
+        with trip.saving():
+            yield trip.begin_part
 
     def _collecting(self, half: WeightStore | None) -> AbstractContextManager[object]:
         if self._deferral is None or half is None:

@@ -15,9 +15,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ganglion.errors import ConfigError
+from ganglion.offload.activations import ActivationOffload
 from ganglion.pipeline.chain import Chain, Context, LossFn
+from ganglion.pipeline.entrance import Entrance, enter
 from ganglion.pipeline.weight_gradients import Deferral, WeightStore
 
 SeedBlock = Callable[[int, int], None]  # (microbatch, block): make random numbers theirs
@@ -27,11 +30,13 @@ SeedBlock = Callable[[int, int], None]  # (microbatch, block): make random numbe
 class _InFlight:
     """What a microbatch left behind; `output` is the scaled loss on the last stage.
 
-    It is let go in backward, with the graph that hangs on it.
+    It is let go in backward, with the graph that hangs on it. Where activations are offloaded, both
+    ends are places in that graph, without memory. What is not `trained` needs no backward.
     """
 
-    input: Tensor
-    output: Tensor | None
+    input: Tensor | Entrance
+    output: Tensor | GradientEdge | None
+    is_trained: bool
     half: WeightStore | None = None
 
 
@@ -39,7 +44,8 @@ class _InFlight:
 class StageSettings:
     """How a stage computes; `loss_fn` is given on the last stage only.
 
-    `segments` are the runs of its blocks that backward computes again.
+    `segments` are the runs of its blocks that backward computes again; `offload` takes what
+    autograd saves.
     """
 
     loss_fn: LossFn | None
@@ -49,6 +55,7 @@ class StageSettings:
     autocast: Context = nullcontext
     segments: Sequence[range] = ()
     deferral: Deferral | None = None
+    offload: ActivationOffload | None = None
 
 
 class Stage:
@@ -69,6 +76,7 @@ class Stage:
             autocast=settings.autocast,
             segments=settings.segments,
             deferral=settings.deferral,
+            offload=settings.offload,
         )
         self._in_flight: dict[int, _InFlight] = {}
         self._targets: dict[int, Tensor] = {}
@@ -86,18 +94,23 @@ class Stage:
     def forward(self, microbatch: int, hidden: Tensor) -> Tensor | None:
         """Run forward; return what the next stage needs, or None on the last stage."""
         hidden = hidden.detach()
+        entrance: Tensor | Entrance = hidden
         if hidden.is_floating_point() and self.number > 0:
-            hidden.requires_grad_()
+            if self._settings.offload is None:
+                hidden.requires_grad_()
+            else:
+                hidden, entrance = enter(hidden)
         half = None if self._settings.deferral is None else WeightStore()
         output = self._output(microbatch, hidden, half)
-        self._in_flight[microbatch] = _InFlight(hidden, output, half)
+        is_trained, end = output.requires_grad, self._end_of(output)
+        self._in_flight[microbatch] = _InFlight(entrance, end, is_trained, half)
         return None if self._settings.loss_fn is not None else output.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Run backward; return what the stage before needs, or None on the first stage."""
         live = self._in_flight[microbatch]
         assert live.output is not None, "a microbatch goes backward once"
-        if live.output.requires_grad:  # not on a first stage that is frozen
+        if live.is_trained:  # not on a first stage that is frozen
             torch.autograd.backward(live.output, gradient)
         input_gradient = live.input.grad
         live.input.grad = live.output = None
@@ -129,6 +142,17 @@ class Stage:
             return output
         self._losses[microbatch] = output.detach()
         return output * self._settings.loss_scale
+
+    def close(self) -> None:
+        """Give back where activations were."""
+        if self._settings.offload is not None:
+            self._settings.offload.close()
+
+    def _end_of(self, output: Tensor) -> Tensor | GradientEdge:
+        """Return what backward begins at."""
+        if self._settings.offload is None or not output.requires_grad:
+            return output
+        return output if self._settings.loss_fn is not None else get_gradient_edge(output)
 
     def take_loss(self, microbatches: Sequence[int]) -> float:
         """Return the mean loss of a batch, 0 on any stage but the last, and forget it."""

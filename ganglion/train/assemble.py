@@ -185,6 +185,7 @@ def _settings(
         seed_block=seed_block,
         autocast=request.autocast,
         segments=segments(plan, cut.span(number), len(request.blocks)),
+        offload=request.activations,
         deferral=defer_weight_gradients(blocks) if schedule.splits_backward else None,
     )
 

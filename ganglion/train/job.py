@@ -44,6 +44,7 @@ from ganglion.train.averaged import AveragingSettings
 from ganglion.train.block_costs import Sample
 from ganglion.train.device import pick_device
 from ganglion.train.learning_rate import warmup_cosine
+from ganglion.train.offloaded_activations import ActivationSettings
 from ganglion.train.optimizers import optimizer_factory
 from ganglion.train.parallelize import parallelize
 from ganglion.train.peak import count_flops, machine_peak
@@ -110,7 +111,7 @@ def build_job(
     loss_fn = loss_function(file.model.loss)
     flops = count_flops(blocks, loss_fn, *_samples(source.train, 1))
     sample = _samples(source.train, plan.microbatch_size) if plan.pipe > 1 else None
-    run = parallelize_file(file, plan, world, device, blocks, initial, loss_fn, sample)
+    run = parallelize_file(file, plan, world, device, blocks, initial, loss_fn, sample, folder)
     return Job(
         file=file,
         run=run,
@@ -167,8 +168,12 @@ def parallelize_file(
     initial: InitialWeights | None,
     loss_fn: LossFn,
     sample: Sample | None,
+    folder: Path = Path(),
 ) -> Run:
-    """Return the run of blocks under a plan, all else as a run file says."""
+    """Return the run of blocks under a plan, all else as a run file says.
+
+    What the disk tier needs goes into `folder`, unless the file names another.
+    """
     recorder = Recorder(world.rank, enabled=file.trace.enabled)
     recorder.offset_s = world.clock_offset_s()
     return parallelize(
@@ -200,6 +205,9 @@ def parallelize_file(
         sample=sample,
         initial=initial,
         averaging=_averaging(file.averaging),
+        activations=ActivationSettings(
+            folder=Path(file.memory.offload_dir) if file.memory.offload_dir else folder
+        ),
     )
 
 

@@ -3,7 +3,8 @@
 With tensor axes, known models are split as such; `cuts` tell how to split others, whose linear
 layers else take and return whole activations; `tensor` switches overlaps. Blocks on the meta device
 need `initial` weights: every rank makes its own piece; others begin as on rank 0. A plan with
-`averaging` trains its replicas as workers; the settings of that name say how they exchange.
+`averaging` trains its replicas as workers; the settings of that name say how they exchange; those
+of `activations` say where a plan with `offload_activations` puts them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ganglion.train.device import pick_device
 from ganglion.train.host_memory import keep_freed_memory
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
 from ganglion.train.meta import check_memory
+from ganglion.train.offloaded_activations import ActivationSettings, offload_activations
 from ganglion.train.optimizers import (
     OptimizerFactory,
     build_optimizers,
@@ -76,6 +78,7 @@ def parallelize(
     tensor: TensorSettings | None = None,
     initial: InitialWeights | None = None,
     averaging: AveragingSettings | None = None,
+    activations: ActivationSettings | None = None,
 ) -> Run:
     """Return a run that trains `blocks`, in order, under `plan`.
 
@@ -85,7 +88,8 @@ def parallelize(
     update `step` is the optimizer's own times `lr_factor(step)`. `error_feedback` corrects updates
     from late gradients (schedule two_bw). `schedules` knows the plan's schedule by name. With a
     `sample`, one microbatch, the stages of a pipeline are cut by measured times; without, by their
-    weights. For `cuts`, `tensor`, `initial` and `averaging` see the top of this file.
+    weights. For `cuts`, `tensor`, `initial`, `averaging` and `activations` see the top of this
+    file.
     """
     plan = _checked(plan, schedules, error_feedback)
     launch = read_launch(os.environ)
@@ -109,6 +113,9 @@ def parallelize(
         sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
         initial=_agreed(initial, world),
         averaging=averaging or AveragingSettings(),
+        activations=offload_activations(
+            plan, activations or ActivationSettings(), device, timeout_s
+        ),
     )
     _same_start(request)
     request = dataclasses.replace(request, costs=_costs(request))
@@ -208,6 +215,7 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         recorder,
         request.stream,
         splitting,
+        request.activations,
     )
     executor = ReplicaExecutor(
         request.world,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ganglion.comm import World
 from ganglion.models import InitialWeights, LossFn
+from ganglion.offload.activations import ActivationOffload
 from ganglion.plan import Plan
 from ganglion.schedules import Registry
 from ganglion.tensor import TensorReport
@@ -82,6 +83,7 @@ class RunRequest:
     sample: Sample | None
     initial: InitialWeights | None  # of blocks on the meta device
     averaging: AveragingSettings
+    activations: ActivationOffload | None = None  # where they wait for their backward
     costs: Sequence[float] = ()
 
 

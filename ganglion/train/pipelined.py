@@ -152,6 +152,7 @@ class PipelineExecutor:
             if part.averaged is not None:
                 part.averaged.close()
             part.buckets.close()
+            part.stage.close()
         self._engine.close()
 
     # --- parts ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ganglion.costs import segments
 from ganglion.gradients import GradientReducer
 from ganglion.models import LossFn, evaluation_mode
+from ganglion.offload.activations import ActivationOffload
 from ganglion.pipeline import Chain
 from ganglion.plan import Plan
 from ganglion.trace import COMPUTE, Recorder
@@ -38,14 +39,20 @@ class Replica:
         recorder: Recorder,
         stream: RandomStream,
         splitting: Splitting,
+        activations: ActivationOffload | None = None,
     ) -> None:
-        """Join the blocks of a model with its loss and the reducer of its gradients."""
+        """Join the blocks of a model with its loss and the reducer of its gradients.
+
+        What autograd saves goes to `activations`, if they are there.
+        """
         self._chain = Chain(
             list(blocks.values()),
             loss_fn=loss_fn,
             autocast=lambda: autocast(plan.precision, device),
             segments=segments(plan, range(len(blocks)), len(blocks)),
+            offload=activations,
         )
+        self._activations = activations
         self._plan = plan
         self._device = device
         self._reducer = reducer
@@ -87,6 +94,11 @@ class Replica:
         with evaluation_mode(self._chain.blocks):
             output = self._chain.evaluate(inputs.to(self._device), None)
         return self._splitting.whole_output(output)
+
+    def close(self) -> None:
+        """Give back where activations were."""
+        if self._activations is not None:
+            self._activations.close()
 
     def on_change(self) -> None:
         """Say that the weights are others now."""

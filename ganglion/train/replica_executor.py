@@ -109,6 +109,7 @@ class ReplicaExecutor:
         if self._averaged is not None:
             self._averaged.close()
         self._reducer.close()
+        self._replica.close()
 
     @contextmanager
     def _at_center(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Segments that are computed again: the near-square-root rule, a length of one's own, some blocks."""
+"""Segments that are computed again: the near-square-root rule, a length of one's own, or some."""
 
 from __future__ import annotations
 
