@@ -20,6 +20,7 @@ from ganglion.costs import (
     Layout,
     Memory,
     Parameter,
+    RankBlocks,
     StageBlocks,
     StateRules,
     activation_memory,
@@ -187,3 +188,31 @@ def _sample_bytes(shape: ModelShape) -> int:
             return shape.num_inputs * _FLOAT + _NUMBER
         case ConvShape():
             return shape.num_channels * shape.image_size**2 * _FLOAT + _NUMBER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStages:
+    """What one pipe coordinate computes: its blocks, and the first block of each of its stages."""
+
+    blocks: RankBlocks
+    first_blocks: tuple[int, ...]
+
+
+def planned_stages(shape: ModelShape, plan: Plan) -> list[RankStages]:
+    """Return the stages of each pipe coordinate, with what their blocks keep and cost."""
+    model, costs = _Model(shape, plan), _block_records(shape, plan)[0]
+    return [
+        RankStages(
+            blocks=RankBlocks(
+                stages=[model._stage(stage, holding) for stage in holding.stages],
+                costs=[
+                    [block.forward_flops for block in costs[slice(*model._edges[stage])]]
+                    for stage in holding.stages
+                ],
+                alive=holding.alive,
+                offloaded=plan.offload_activations != "none",
+            ),
+            first_blocks=tuple(model._edges[stage][0] for stage in holding.stages),
+        )
+        for holding in model._holdings
+    ]

@@ -1,5 +1,6 @@
 """What things cost: cluster files, times of stages and links, and limits that follow from them."""
 
+from ganglion.costs.activation_budget import Choice, RankBlocks, choose_recomputed
 from ganglion.costs.activations import (
     BlockActivations,
     Layout,
@@ -56,6 +57,7 @@ __all__ = [
     "TWO_MASTERS",
     "BlockActivations",
     "BlockCost",
+    "Choice",
     "Cluster",
     "Formats",
     "Layout",
@@ -63,6 +65,7 @@ __all__ = [
     "Matmul",
     "Memory",
     "Parameter",
+    "RankBlocks",
     "Repeats",
     "Ring",
     "StageBlocks",
@@ -73,6 +76,7 @@ __all__ = [
     "activation_memory",
     "balanced_boundaries",
     "builtin_clusters",
+    "choose_recomputed",
     "conv_activations",
     "conv_blocks",
     "conv_parameters",

@@ -126,6 +126,11 @@ def parallelize(
 def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
     """Return the plan with its schedule's own name; refuse what cannot run."""
     plan.require_built()
+    if plan.recompute == "budget":
+        raise ConfigError(
+            'a plan with recompute = "budget" is not decided yet: `ganglion train` decides it from '
+            'a run file; give recompute = "blocks" and recompute_blocks = ("1", "3-4"), say'
+        )
     plan = dataclasses.replace(plan, schedule=schedules.canonical(plan.schedule))
     check_planned(plan, schedules)
     check_error_feedback(error_feedback, plan, schedules)
