@@ -23,8 +23,9 @@ from ganglion.costs.memory import Memory
 from ganglion.costs.parameters import Parameter
 from ganglion.topology import Mesh
 
-# The norm of a bucket is taken in fp64: two copies of it and their product.
-NORM_BYTES = 3 * 8
+# The norm of a bucket is taken in fp64, part by part: a copy of each part, and its squares.
+NORM_BYTES = 2 * 8
+NORM_PART = 2**16  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ def with_norm(working: Memory, bucket_size: int, *, flushes: bool) -> Memory:
     Where a pipeline flushes, activations are gone by then, so it may fit into their place.
     """
     freed = working.activations + working.recomputed if flushes else 0
-    needed = NORM_BYTES * bucket_size - freed
+    needed = NORM_BYTES * min(bucket_size, NORM_PART) - freed
     return replace(working, scratch=max(working.scratch, needed))
 
 

@@ -1,7 +1,14 @@
 """Gradients of replicas: flat buckets, reduced while backward runs, and their global norm."""
 
 from ganglion.gradients.buckets import GradientBuckets, Reach
-from ganglion.gradients.norm import clip_by_norm, global_norm
+from ganglion.gradients.norm import clip_by_norm, global_norm, sum_of_squares
 from ganglion.gradients.reducer import GradientReducer
 
-__all__ = ["GradientBuckets", "GradientReducer", "Reach", "clip_by_norm", "global_norm"]
+__all__ = [
+    "GradientBuckets",
+    "GradientReducer",
+    "Reach",
+    "clip_by_norm",
+    "global_norm",
+    "sum_of_squares",
+]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ganglion.comm import Group, Handle
 from ganglion.errors import ConfigError
+from ganglion.gradients.norm import sum_of_squares
 from ganglion.schedules import Bucket, plan_buckets
 from ganglion.trace import COMM, Recorder
 
@@ -134,7 +135,7 @@ class GradientBuckets:
         """Return this rank's part of the sum of squares: what several ranks hold counts once."""
         total = 0.0
         for buffer, reach in zip(self.buffers(which), self._reach, strict=True):
-            total += float(torch.sum(buffer.double() * buffer.double())) / reach.num_copies
+            total += sum_of_squares(buffer) / reach.num_copies
         return total
 
     def wait(self, which: int) -> None:

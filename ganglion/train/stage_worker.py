@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ganglion.comm import Arrival, Transport
-from ganglion.gradients import GradientBuckets, clip_by_norm
+from ganglion.gradients import GradientBuckets, clip_by_norm, sum_of_squares
 from ganglion.pipeline import ErrorFeedback, Stage, WeightVersions
 from ganglion.schedules.action import Action
 from ganglion.tensor import Weights
@@ -220,7 +220,7 @@ class StageWorker:
             for tie in part.ties:
                 parameter = part.parameters[tie.name]
                 if not tie.is_first and parameter.grad is not None:
-                    square = float(torch.sum(parameter.grad.double() * parameter.grad.double()))
+                    square = sum_of_squares(parameter.grad)
                     total -= square / part.buckets.num_copies(parameter)
         return total
 

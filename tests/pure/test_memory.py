@@ -332,8 +332,8 @@ def test_weights_along_z() -> None:
 
 def test_the_norm_may_take_the_place_of_activations() -> None:
     working = Memory(activations=100, scratch=30)
-    assert with_norm(working, 10, flushes=False).scratch == 240
-    assert with_norm(working, 10, flushes=True).scratch == 140
+    assert with_norm(working, 10, flushes=False).scratch == 160
+    assert with_norm(working, 10, flushes=True).scratch == 60
     assert with_norm(working, 1, flushes=True) == working
 
 

@@ -32,9 +32,11 @@ from ganglion.costs import (
     gpt_activations,
     mlp_activations,
     segments,
+    with_norm,
 )
-from ganglion.costs.working_memory import NORM_BYTES
+from ganglion.costs.working_memory import NORM_BYTES, NORM_PART
 from ganglion.gradients import GradientBuckets, Reach
+from ganglion.gradients.norm import SQUARED_AT_ONCE
 from ganglion.models import build_model, cross_entropy, tensor_cuts
 from ganglion.pipeline import Chain, Stage
 from ganglion.tensor import (
@@ -609,15 +611,20 @@ def test_peak_of_forward_and_backward(name: str, recompute: str) -> None:
     assert wanted == pytest.approx(allocated_peak(step), rel=tolerance)
 
 
-def test_the_norm_of_a_bucket_takes_24_bytes_an_element() -> None:
-    size = 50_000
+@pytest.mark.parametrize("size", [1000, NORM_PART, 10 * NORM_PART + 3])
+def test_the_norm_of_a_bucket_takes_a_part_of_it(size: int) -> None:
+    assert NORM_PART == SQUARED_AT_ONCE
 
-    def body(world: World) -> int:
+    def body(world: World) -> tuple[int, float]:
         parameters = {"one": nn.Parameter(torch.ones(size))}
         recorder, reach = Recorder(0, enabled=False), Reach(world.group("data"))
         buckets = GradientBuckets(parameters, reach, recorder, bucket_bytes=size)
-        buckets.square_norm(0)
-        return allocated_peak(lambda: float(buckets.square_norm(0)))
+        buckets.buffers(0)[0].fill_(2.0)
+        square = buckets.square_norm(0)
+        return allocated_peak(lambda: float(buckets.square_norm(0))), square
 
-    (peak,) = run_threads(Mesh(), body)
-    assert peak == pytest.approx(NORM_BYTES * size, rel=0.01)
+    ((peak, square),) = run_threads(Mesh(), body)
+    wanted = with_norm(Memory(), size, flushes=False).scratch
+    assert wanted == NORM_BYTES * min(size, NORM_PART)
+    assert peak == pytest.approx(wanted, rel=0.01)
+    assert square == 4 * size
