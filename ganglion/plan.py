@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ganglion.errors import ConfigError, LayoutError, NotBuiltError, UnknownKeyError
@@ -20,10 +21,12 @@ PLAN_FORMAT = 1
 # "bf16" computes in bf16 by autocast; with masters, weights and gradients are stored in half too.
 FP32, BF16, BF16_MASTER, FP16_MASTER = "fp32", "bf16", "bf16_master", "fp16_master"
 PRECISIONS: tuple[str, ...] = (FP32, BF16, BF16_MASTER, FP16_MASTER)
-# "full": only the input of each block is kept, and its inside is computed again in backward.
-RECOMPUTES: tuple[str, ...] = ("none", "full")
-# Where optimizer state and masters live between updates.
-OFFLOADS: tuple[str, ...] = ("none", "host", "disk")
+# "full": only the input of each segment of blocks is kept, and its inside is computed again in
+# backward; "sqrt": so, with segments of about the square root of all blocks; "blocks": so for some
+# blocks only; "budget": for those that a budget leaves no room for, not decided yet.
+RECOMPUTES: tuple[str, ...] = ("none", "full", "sqrt", "blocks", "budget")
+# Where optimizer state and masters live between updates, or activations until their backward.
+TIERS: tuple[str, ...] = ("none", "host", "disk")
 # How replicas stay together: by summing gradients, or as workers of elastic averaging.
 NO_AVERAGING, SYNC_EASGD, LOCAL_SGD = "none", "sync_easgd", "local_sgd"
 AVERAGINGS: tuple[str, ...] = (NO_AVERAGING, SYNC_EASGD, LOCAL_SGD)
@@ -34,7 +37,8 @@ class Plan:
     """Every parallel decision of a run.
 
     `schedule` is a name, an alias or "package.module:name" of your own. `limit`, `extra`, `chunks`
-    and `priority` are its options; 0 and "" leave them to the schedule.
+    and `priority` are its options; 0 and "" leave them to the schedule. `recompute_blocks` has the
+    segments of recompute "blocks", such as "3" or "4-6"; the last block is one of them.
     """
 
     data: int = 1
@@ -52,9 +56,13 @@ class Plan:
     num_microbatches: int = 1
     stage_boundaries: tuple[int, ...] = ()
     recompute: str = "none"
+    recompute_every: int = 0
+    recompute_blocks: tuple[str, ...] = ()
+    activation_mib: float = 0.0
     precision: str = FP32
     compute_fp32: bool = False
     offload: str = "none"
+    offload_activations: str = "none"
     averaging: str = NO_AVERAGING
     servers: int = 0
 
@@ -74,22 +82,52 @@ class Plan:
                 f'train.precision = "{self.precision}" stores them in fp32: set train.precision = '
                 f'"{BF16_MASTER}", or memory.compute_fp32 = false'
             )
-        if self.recompute not in RECOMPUTES:
-            raise ConfigError(
-                f"memory.recompute = {self.recompute!r} is not one of {list(RECOMPUTES)}: choose "
-                f"one of them (of a plan: recompute)"
-            )
-        if self.offload not in OFFLOADS:
-            raise ConfigError(
-                f"memory.offload = {self.offload!r} is not one of {list(OFFLOADS)}: choose one of "
-                f"them (of a plan: offload)"
-            )
+        for key in ("offload", "offload_activations"):
+            if getattr(self, key) not in TIERS:
+                raise ConfigError(
+                    f"memory.{key} = {getattr(self, key)!r} is not one of {list(TIERS)}: choose "
+                    f"one of them (of a plan: {key})"
+                )
+        self._check_recompute()
         if self.averaging not in AVERAGINGS:
             raise ConfigError(
                 f"averaging.method = {self.averaging!r} is not one of {list(AVERAGINGS)}: choose "
                 f"one of them (of a plan: averaging); other methods are in ganglion.averaging"
             )
         self._check_boundaries()
+
+    def _check_recompute(self) -> None:
+        if self.recompute not in RECOMPUTES:
+            raise ConfigError(
+                f"memory.recompute = {self.recompute!r} is not one of {list(RECOMPUTES)}: choose "
+                f"one of them (of a plan: recompute)"
+            )
+        for field, (needed, unset) in _RECOMPUTE_OPTIONS.items():
+            value = getattr(self, field)
+            if value != unset and self.recompute != needed:
+                raise ConfigError(
+                    f"memory.{field} = {value!r} is for memory.recompute = {needed!r}, but it is "
+                    f"{self.recompute!r}: remove one of them (of a plan: {field})"
+                )
+        if self.recompute_every < 0:
+            raise ConfigError(f"memory.recompute_every = {self.recompute_every}: use 0 or more")
+        if self.recompute == "budget" and not self.activation_mib > 0:
+            raise ConfigError(
+                f'memory.recompute = "budget" needs a budget, but memory.activation_mib = '
+                f"{self.activation_mib}: set it to the MiB that activations of a rank may take"
+            )
+        self.recompute_spans()
+
+    def recompute_spans(self) -> tuple[range, ...]:
+        """Return the segments of recompute "blocks", as numbers of blocks."""
+        spans = tuple(map(_span, self.recompute_blocks))
+        for before, after in pairwise(spans):
+            if before.stop > after.start:
+                raise ConfigError(
+                    f"memory.recompute_blocks = {list(self.recompute_blocks)} must rise, and no "
+                    f"block may be in two segments: write them in order"
+                )
+        return spans
 
     def _check_boundaries(self) -> None:
         cuts = self.stage_boundaries
@@ -212,6 +250,26 @@ _UNBUILT: dict[str, tuple[object, str]] = {
 }
 
 
+# Of each option of recomputation: what it is for, and what stands for nothing.
+_RECOMPUTE_OPTIONS: dict[str, tuple[str, object]] = {
+    "recompute_every": ("full", 0),
+    "recompute_blocks": ("blocks", ()),
+    "activation_mib": ("budget", 0.0),
+}
+
+
+def _span(text: str) -> range:
+    """Return the blocks of a segment, written "4-6" or "4"."""
+    first, dash, last = text.partition("-")
+    numbers = [first, last] if dash else [first]
+    if all(number.isdecimal() for number in numbers) and int(first) <= int(numbers[-1]):
+        return range(int(first), int(numbers[-1]) + 1)
+    raise ConfigError(
+        f"memory.recompute_blocks has {text!r}, which is no block or run of blocks: write "
+        f'"3" or "4-6"'
+    )
+
+
 def _parsed_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     known = {field.name: field.default for field in dataclasses.fields(Plan)}
     for derived in ("microbatch_size", "num_microbatches"):
@@ -258,6 +316,8 @@ def _checked_value(name: str, value: object, source: str) -> object:
         if isinstance(value, list) and all(type(item) is kind for item in value):
             return tuple(value)
         raise ConfigError(f"{source}: {name} must be a list of {kind.__name__}, not {value!r}")
+    if type(default) is float and type(value) is int:
+        return float(value)
     if type(value) is not type(default):
         raise ConfigError(
             f"{source}: {name} must be of type {type(default).__name__}, not {value!r}"

@@ -19,6 +19,7 @@ from ganglion.trace import Event, Recorder
 from ganglion.train import Run
 from ganglion.train.averaged import AveragingSettings
 from ganglion.train.offloaded import OffloadSettings
+from ganglion.train.offloaded_activations import ActivationSettings
 from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
 from tests.serial import Batch, History, copies, train_serially
 from tests.tensors import WIDE, Held
@@ -78,6 +79,7 @@ class Case:
     tensor: TensorSettings | None = None
     averaging: AveragingSettings | None = None
     offload: OffloadSettings | None = None
+    activations: ActivationSettings | None = None
 
 
 def make_model(case: Case, seed: int = 1) -> nn.Module:
@@ -130,6 +132,7 @@ def make_run(
         recorder=recorder,
         averaging=case.averaging,
         offload=case.offload,
+        activations=case.activations,
     )
 
 

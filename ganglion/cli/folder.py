@@ -98,8 +98,12 @@ def _as_resolved(file: RunFile, plan: Plan, folder: Path) -> RunFile:
         "train": {"microbatch_size": plan.microbatch_size, "precision": plan.precision},
         "memory": {
             "recompute": plan.recompute,
+            "recompute_every": plan.recompute_every,
+            "recompute_blocks": list(plan.recompute_blocks),
+            "activation_mib": plan.activation_mib,
             "compute_fp32": plan.compute_fp32,
             "offload": plan.offload,
+            "offload_activations": plan.offload_activations,
         },
         "averaging": {"method": plan.averaging, "servers": plan.servers},
         "output": {"dir": str(folder)},

@@ -168,7 +168,7 @@ def _print(figures: MemoryFigures, run: RunFile, plan: Plan, cluster: Cluster | 
         f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}{where}: data {plan.data}, pipe "
         f"{plan.pipe}, x {plan.x}, y {plan.y}, z {plan.z}; {plan.schedule}, "
         f"{plan.num_microbatches} x {plan.microbatch_size} samples a step, {plan.precision}, "
-        f"{run.optimizer.name}, recompute {plan.recompute}",
+        f"{run.optimizer.name}, recompute {_recomputed(plan)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -176,6 +176,15 @@ def _print(figures: MemoryFigures, run: RunFile, plan: Plan, cluster: Cluster | 
     for line in _picture(figures):
         console.print(line, highlight=False, markup=False)
     console.print(_verdict(figures, run, plan, cluster), highlight=False, soft_wrap=True)
+
+
+def _recomputed(plan: Plan) -> str:
+    every = f" every {plan.recompute_every}" if plan.recompute_every > 1 else ""
+    blocks = ", ".join(plan.recompute_blocks)
+    moved = plan.offload_activations
+    return f"{plan.recompute}{every}{' ' * bool(blocks)}{blocks}" + (
+        f", activations on {moved}" if moved != "none" else ""
+    )
 
 
 def _present(figures: MemoryFigures) -> list[str]:

@@ -18,6 +18,7 @@ from ganglion.config import (
     Override,
     RunFile,
     check_plan,
+    decide_activations,
     load_run_file,
     read_toml,
     render_run_file,
@@ -187,7 +188,7 @@ def make_plan(options: TrainOptions, file: RunFile, launch: Launch) -> Plan:
             )
         started = launch.num_ranks
     if options.plan_file is None:
-        return resolve(file, started)
+        return decide_activations(file, resolve(file, started))
     twice = [
         key
         for key, _ in options.overrides
@@ -201,7 +202,7 @@ def make_plan(options: TrainOptions, file: RunFile, launch: Launch) -> Plan:
         raise ConfigError(f"--plan {options.plan_file} cannot be read: {error}") from error
     plan = Plan.from_json(text, str(options.plan_file))
     check_plan(file, plan, started)
-    return plan
+    return decide_activations(file, plan)
 
 
 def _name(options: TrainOptions) -> str:

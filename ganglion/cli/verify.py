@@ -76,6 +76,9 @@ def serial_plan(plan: Plan) -> Plan:
         microbatch_size=plan.microbatch_size,
         num_microbatches=plan.num_microbatches * plan.num_shares,
         recompute=plan.recompute,
+        recompute_every=plan.recompute_every,
+        recompute_blocks=plan.recompute_blocks,
+        activation_mib=plan.activation_mib,
     )
 
 

@@ -51,7 +51,8 @@ def _train(file: RunFile, plan: Plan, world: World, launch: Launch, folder: Path
     blocks = {name: block.to(DTYPE) for name, block in blocks.items()}
     names = list(named_parameters(blocks))
     loss_fn, device = loss_function(file.model.loss), pick_device(launch.local_rank)
-    with parallelize_file(file, plan, world, device, blocks, initial, loss_fn, None) as run:
+    parts = (blocks, initial, loss_fn, None, folder)
+    with parallelize_file(file, plan, world, device, *parts) as run:
         batches = ((_wide(x), _wide(y)) for x, y in run.batches(source.train))
         results = list(run.steps(batches, until=file.train.stop_at))
         run.save(folder / CHECKPOINTS, keep=1)

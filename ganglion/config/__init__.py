@@ -1,5 +1,6 @@
 """The run file: its schema, its reading and writing, and its resolution into a Plan."""
 
+from ganglion.config.activation_budget import decide_activations
 from ganglion.config.expected import expected_shape
 from ganglion.config.load import Override, known_keys, load_run_file, read_toml
 from ganglion.config.memory import MemoryOptions, predicted_memory
@@ -18,6 +19,7 @@ __all__ = [
     "RunFile",
     "check_error_feedback",
     "check_plan",
+    "decide_activations",
     "expected_shape",
     "known_keys",
     "load_run_file",

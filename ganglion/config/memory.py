@@ -20,6 +20,7 @@ from ganglion.costs import (
     Layout,
     Memory,
     Parameter,
+    RankBlocks,
     StageBlocks,
     StateRules,
     activation_memory,
@@ -36,6 +37,7 @@ from ganglion.costs import (
     mlp_activations,
     mlp_blocks,
     mlp_parameters,
+    segments,
     state_memory,
     with_norm,
 )
@@ -123,8 +125,8 @@ class _Model:
     ) -> Memory:
         holding, plan = self._holdings[rank], self._plan
         stages = [self._stage(stage, holding) for stage in holding.stages]
-        recompute = plan.recompute == "full"
-        working = activation_memory(stages, holding.alive, recompute=recompute)
+        offloaded = plan.offload_activations != "none"
+        working = activation_memory(stages, holding.alive, offloaded=offloaded)
         flushes = planned_schedule(plan, rank).flushes
         if plan.pipe > 1 or not flushes or plan.x * plan.y * plan.z > 1:
             bucket_size = self._largest_bucket(parameters, options.bucket_mib)
@@ -142,8 +144,10 @@ class _Model:
 
     def _stage(self, stage: int, holding: Holding) -> StageBlocks:
         start, end = self._edges[stage]
+        spans = segments(self._plan, range(start, end), len(self._activations))
         return StageBlocks(
             blocks=self._activations[start:end],
+            segments=[range(span.start - start, span.stop - start) for span in spans],
             is_first=stage == 0,
             is_last=stage == holding.num_stages - 1,
             num_waiting=self._num_waiting(stage, holding),
@@ -192,3 +196,31 @@ def _sample_bytes(shape: ModelShape) -> int:
             return shape.num_inputs * _FLOAT + _NUMBER
         case ConvShape():
             return shape.num_channels * shape.image_size**2 * _FLOAT + _NUMBER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStages:
+    """What one pipe coordinate computes: its blocks, and the first block of each of its stages."""
+
+    blocks: RankBlocks
+    first_blocks: tuple[int, ...]
+
+
+def planned_stages(shape: ModelShape, plan: Plan) -> list[RankStages]:
+    """Return the stages of each pipe coordinate, with what their blocks keep and cost."""
+    model, costs = _Model(shape, plan), _block_records(shape, plan)[0]
+    return [
+        RankStages(
+            blocks=RankBlocks(
+                stages=[model._stage(stage, holding) for stage in holding.stages],
+                costs=[
+                    [block.forward_flops for block in costs[slice(*model._edges[stage])]]
+                    for stage in holding.stages
+                ],
+                alive=holding.alive,
+                offloaded=plan.offload_activations != "none",
+            ),
+            first_blocks=tuple(model._edges[stage][0] for stage in holding.stages),
+        )
+        for holding in model._holdings
+    ]

@@ -212,9 +212,23 @@ class AveragingSection(Section):
 class MemorySection(Section):
     """What is kept in memory."""
 
-    recompute: Literal["none", "full"] = Field(
+    recompute: Literal["none", "full", "sqrt", "blocks", "budget"] = Field(
         "none",
-        description='"full": keep the inputs of blocks alone, compute the rest again in backward',
+        description='"full": keep the inputs of blocks alone, compute the rest again in backward; '
+        '"sqrt": keep those of segments of about sqrt(all blocks); "blocks": of some; "budget": of '
+        "as few as activation_mib allows",
+    )
+    recompute_every: int = Field(
+        0, ge=0, description='"full": blocks of a segment, whose input is kept; 0: 1'
+    )
+    recompute_blocks: list[str] = Field(
+        default_factory=list, description='"blocks": those computed again, as ["3", "4-6"]'
+    )
+    activation_mib: float = Field(
+        0.0, ge=0, description='"budget": most MiB of activations on a rank; 0: not given'
+    )
+    offload_activations: Literal["none", "host", "disk"] = Field(
+        "none", description="where activations wait for their backward: host memory, or a file"
     )
     compute_fp32: bool = Field(
         False,

@@ -1,5 +1,6 @@
 """What things cost: cluster files, times of stages and links, and limits that follow from them."""
 
+from ganglion.costs.activation_budget import Choice, RankBlocks, choose_recomputed
 from ganglion.costs.activations import (
     BlockActivations,
     Layout,
@@ -29,6 +30,7 @@ from ganglion.costs.parameters import (
     gpt_parameters,
     mlp_parameters,
 )
+from ganglion.costs.segments import num_near_root, segments, written
 from ganglion.costs.split_layers import (
     BlockLayers,
     SplitLayer,
@@ -70,6 +72,7 @@ __all__ = [
     "BlockActivations",
     "BlockCost",
     "BlockLayers",
+    "Choice",
     "Cluster",
     "Formats",
     "LayerTimes",
@@ -78,6 +81,7 @@ __all__ = [
     "Matmul",
     "Memory",
     "Parameter",
+    "RankBlocks",
     "Repeats",
     "Ring",
     "SplitLayer",
@@ -89,6 +93,7 @@ __all__ = [
     "activation_memory",
     "balanced_boundaries",
     "builtin_clusters",
+    "choose_recomputed",
     "conv_activations",
     "conv_blocks",
     "conv_layers",
@@ -110,12 +115,15 @@ __all__ = [
     "mlp_blocks",
     "mlp_layers",
     "mlp_parameters",
+    "num_near_root",
     "read_cluster",
     "ring_sent",
     "rings_along",
+    "segments",
     "stage_times",
     "stage_times_from_file",
     "state_memory",
     "tensor_traffic",
     "with_norm",
+    "written",
 ]

@@ -32,14 +32,17 @@ class BlockActivations:
     `kept_bytes` leave out the block's input and output, for its neighbours may keep the same
     memory. `scratch_bytes` come and go while the block runs backward, above what is kept:
     gradients of activations and of one weight. A block that was recomputed makes the gradients of
-    all its weights at once: `rerun_bytes`, when what it kept is gone. Both are estimates.
+    all its weights at once: `held_bytes` of them are there beside the scratch already, all
+    `gradient_bytes` are among the `rerun_bytes` when what it kept is gone. These are estimates.
     """
 
     input_bytes: int
     output_bytes: int
     kept_bytes: int
     scratch_bytes: int = 0
+    held_bytes: int = 0
     rerun_bytes: int = 0
+    gradient_bytes: int = 0
     keeps_input: bool = True
     keeps_output: bool = False
 
@@ -172,6 +175,7 @@ class _TransformerBlock:
             keeps_input=not is_split,
             scratch_bytes=self._edge_bytes + table * FLOAT,
             rerun_bytes=self._edge_bytes + table * FLOAT,
+            gradient_bytes=table * FLOAT,
         )
 
     def attention(
@@ -185,12 +189,14 @@ class _TransformerBlock:
         copied = (queries + groups * head_size) if is_rotary else queries * is_copied
         inside = rows * (qkv + copied + queries) * layout.element_bytes + rows * heads * FLOAT
         mixed, joined = (rows * width * layout.element_bytes for width in (queries, qkv))
-        return self._residual(
+        weight = self._weight_bytes(self.hidden * queries)  # of the layer behind, made before
+        block = self._residual(
             inside,
             weights=(self.hidden * qkv, self.hidden * queries),
-            gradients=mixed + max(joined, self._weight_bytes(self.hidden * queries)),
+            gradients=mixed + max(joined, weight),
             widest=joined,
         )
+        return replace(block, held_bytes=min(joined, weight) + 2 * rows * heads * FLOAT)
 
     def mlp(self, mlp_hidden: int) -> BlockActivations:
         width = self.layout.share(mlp_hidden, "x")
@@ -236,6 +242,7 @@ class _TransformerBlock:
             kept_bytes=self._norm_bytes + inside_bytes + copies,
             scratch_bytes=edge + rounded + gradients,
             rerun_bytes=made + widest + 3 * edge,
+            gradient_bytes=made,
             keeps_input=layout.mesh.y == 1,
         )
 
@@ -274,6 +281,7 @@ class _Chain:
                 2 * after * layout.element_bytes, before * layout.element_bytes + gradient
             ),
             rerun_bytes=(before + after) * layout.element_bytes + gradient,
+            gradient_bytes=gradient,
             keeps_output=keeps_result and number < self.last,
         )
 

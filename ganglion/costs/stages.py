@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from ganglion.costs.blocks import BlockCost
 from ganglion.costs.cluster import Cluster, Compute, PerStage
 from ganglion.costs.network import all_reduce_s, link_between, rings_along, transfer_s
+from ganglion.costs.segments import segments
 from ganglion.costs.times import StageTimes
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.plan import Plan
@@ -59,7 +60,8 @@ def stage_times(
             f"{cluster.source}: cluster.compute is missing, so times cannot be computed from the "
             f"model: write [compute] with the speed of a rank"
         )
-    times = [_compute_times(stage, plan, cluster.compute) for stage in _cut(blocks, plan, held)]
+    stages = _cut(_with_reruns(blocks, plan), _edges(blocks, plan), plan, held)
+    times = [_compute_times(stage, plan, cluster.compute) for stage in stages]
     return _with_network(times, plan, cluster)
 
 
@@ -132,10 +134,12 @@ def _most_even(sums: Sequence[float], num_stages: int, most: float) -> tuple[int
 
 
 def _cut(
-    blocks: Sequence[BlockCost], plan: Plan, held: Sequence[Sequence[int]] | None
+    blocks: Sequence[BlockCost],
+    edges: Sequence[int],
+    plan: Plan,
+    held: Sequence[Sequence[int]] | None,
 ) -> list[list[BlockCost]]:
     """Return the blocks of every coordinate, weights that one would hold twice counted once."""
-    edges = _edges(blocks, plan)
     stages = [list(blocks[a:b]) for a, b in pairwise(edges)]
     if held is not None and len(stages) > plan.pipe:
         # The first stage of a rank comes last: its output is what travels.
@@ -181,7 +185,7 @@ def _compute_times(stage: Sequence[BlockCost], plan: Plan, compute: Compute) -> 
     num_sent = stage[-1].output_elements / plan.y
     return StageTimes(
         forward_s=forward_s,
-        backward_s=input_s + (forward_s if _recomputes(plan) else 0.0),
+        backward_s=input_s,
         weight_s=sum(block.weight_flops for block in stage) / flops,
         update_s=num_parameters * UPDATE_BYTES_PER_PARAMETER / compute.memory_bytes_per_s,
         jitter=compute.jitter,
@@ -190,13 +194,18 @@ def _compute_times(stage: Sequence[BlockCost], plan: Plan, compute: Compute) -> 
     )
 
 
-def _recomputes(plan: Plan) -> bool:
-    """Say whether the forward of a stage runs again before its backward."""
-    if plan.recompute not in ("none", "full"):
+def _with_reruns(blocks: Sequence[BlockCost], plan: Plan) -> list[BlockCost]:
+    """Add the forward of blocks that are computed again to their backward."""
+    if plan.recompute == "budget":
         raise ConfigError(
-            f"memory.recompute = {plan.recompute!r} has no cost model: use 'none' or 'full'"
+            'memory.recompute = "budget" does not say yet what is computed again: use the plan of '
+            'a run, or "full", "sqrt" or "blocks"'
         )
-    return plan.recompute == "full"
+    again = {n for span in segments(plan, range(len(blocks)), len(blocks)) for n in span}
+    return [
+        replace(block, input_flops=block.input_flops + block.forward_flops * (number in again))
+        for number, block in enumerate(blocks)
+    ]
 
 
 def _with_network(

@@ -3,16 +3,18 @@
 A tensor between two blocks is one piece of memory, whoever keeps it:
 
     without recomputation    |  kept  |  kept  |  kept  |     every microbatch in flight
-    with                     o        o        o        o     inputs of blocks, every microbatch
-                                      |  kept  |              the inside of one block, once
+    with                     o        o        o        o     inputs of segments, every microbatch
+                                      |  kept  |              the inside of one segment, once
+    activations offloaded             |  kept  |  kept  |     two parts of one microbatch
 
-A stage of a pipeline also keeps its own input and output until the backward. (The general form of
-PipeDream-2BW, spec A.9, and of AxoNN's equation 1, spec A.6, whose blocks need not be alike.)
+A stage of a pipeline also keeps its own input and output until the backward, unless they are
+offloaded. (The general form of PipeDream-2BW, spec A.9, and of AxoNN's equation 1, spec A.6, whose
+blocks need not be alike.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -21,66 +23,145 @@ from ganglion.costs.memory import Memory
 from ganglion.costs.parameters import Parameter
 from ganglion.topology import Mesh
 
-# The norm of a bucket is taken in fp64: two copies of it and their product.
-NORM_BYTES = 3 * 8
+# The norm of a bucket is taken in fp64, part by part: a copy of each part, and its squares.
+NORM_BYTES = 2 * 8
+NORM_PART = 2**16  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A segment that is computed again as one, or one block that keeps its activations."""
+
+    blocks: Sequence[BlockActivations]
+    is_again: bool
+
+    @property
+    def input_bytes(self) -> int:
+        return self.blocks[0].input_bytes
+
+    @property
+    def keeps_input(self) -> bool:
+        return self.is_again or self.blocks[0].keeps_input
+
+    @property
+    def keeps_output(self) -> bool:
+        return not self.is_again and self.blocks[-1].keeps_output
+
+    @property
+    def kept_bytes(self) -> int:
+        """What it keeps from forward to backward, without its input and output."""
+        return 0 if self.is_again else self._inside_bytes
+
+    @property
+    def again_bytes(self) -> int:
+        """What it keeps once it was computed again."""
+        last = self.blocks[-1]
+        whole = self._inside_bytes + last.keeps_output * last.output_bytes
+        return whole if self.is_again else 0
+
+    def peak_bytes(self, output_bytes: int) -> int:
+        """Return the most that its backward needs beyond what is kept."""
+        if not self.is_again:
+            return self.blocks[0].scratch_bytes
+        return self._rerun_bytes(output_bytes) + output_bytes
+
+    @property
+    def _inside_bytes(self) -> int:
+        return sum(block.kept_bytes for block in self.blocks) + sum(self._between)
+
+    @property
+    def _between(self) -> list[int]:
+        """What is kept between its blocks."""
+        return [
+            after.input_bytes if before.keeps_output or after.keeps_input else 0
+            for before, after in pairwise(self.blocks)
+        ]
+
+    def _rerun_bytes(self, output_bytes: int) -> int:
+        """Its inside goes while the gradients of all its weights come; the most of both.
+
+        The gradient of its output stays to the end, while blocks inside have one of their own.
+        """
+        left, made, peak = self.again_bytes, 0, 0
+        for block, before in zip(reversed(self.blocks), [*reversed(self._between), 0], strict=True):
+            peak = max(peak, left + made + block.scratch_bytes + block.held_bytes)
+            left -= block.kept_bytes + before
+            peak = max(peak, left + made + block.rerun_bytes)
+            made += block.gradient_bytes + (0 if made else min(output_bytes, block.input_bytes))
+        return peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBlocks:
     """The blocks of one stage; the first stage's input is data, the last one's output a loss.
 
+    `segments` are the runs of its blocks, counted from 0, that are computed again as one each.
     `num_waiting` inputs have come and wait for their forward.
     """
 
     blocks: Sequence[BlockActivations]
+    segments: Sequence[range] = ()
     is_first: bool = False
     is_last: bool = False
     num_waiting: int = 0
 
-    def live_bytes(self, *, recompute: bool) -> int:
+    def live_bytes(self) -> int:
         """Return what one microbatch keeps from its forward to its backward."""
-        inside = 0 if recompute else sum(block.kept_bytes for block in self.blocks)
-        between = (
-            after.input_bytes
-            for before, after in pairwise(self.blocks)
-            if recompute or before.keeps_output or after.keeps_input
-        )
-        return inside + sum(between) + self._input_bytes + self._output_bytes
+        return sum(self._part_bytes()) + self._output_bytes
+
+    def resident_bytes(self) -> int:
+        """Return what is in memory if activations are offloaded: two parts at the worst."""
+        kept = self._part_bytes()
+        return max((a + b for a, b in pairwise(kept)), default=kept[0])
 
     def message_bytes(self) -> int:
         """Return the inputs that wait, and the gradients of one microbatch that come and go."""
         waiting = self.num_waiting * self._input_bytes
         return waiting + self._input_bytes + self._output_bytes
 
-    def recomputed_bytes(self) -> int:
-        """Return the inside of the block that keeps most."""
-        return max(
-            block.kept_bytes + block.keeps_output * block.output_bytes for block in self.blocks
-        )
+    def recomputed_bytes(self, *, offloaded: bool = False) -> int:
+        """Return the inside of the segment that keeps most, unless it finds room that was freed."""
+        most = max(part.again_bytes for part in self._parts())
+        return min(most, self._needed_bytes(offloaded))
 
-    def scratch_bytes(self, *, recompute: bool) -> int:
+    def scratch_bytes(self, *, offloaded: bool = False) -> int:
+        """Return what backward needs beyond that and beyond what is kept."""
+        needed = self._needed_bytes(offloaded)
+        return needed - self.recomputed_bytes(offloaded=offloaded)
+
+    def _needed_bytes(self, offloaded: bool) -> int:
         """Return the most that backward needs beyond what is kept, which it frees on its way.
 
-        With recomputation, beyond `recomputed_bytes` too.
+        Offloaded, that is beyond `resident_bytes`.
         """
         needed = freed = 0
         output_bytes = self._output_bytes  # a loss is but a number
-        for block in reversed(self.blocks):
-            if recompute:
-                peak = self._rerun_bytes(block) + output_bytes
-                keeps = block.input_bytes
-            else:
-                peak = block.scratch_bytes
-                keeps = block.kept_bytes + block.keeps_input * block.input_bytes
-            needed = max(needed, peak - freed)
-            freed += keeps
-            output_bytes = block.input_bytes
+        parts, kept = list(self._parts()), self._part_bytes()
+        for number, part in reversed(list(enumerate(parts))):
+            if offloaded:
+                freed = self.resident_bytes() - sum(kept[max(0, number - 1) : number + 1])
+            needed = max(needed, part.peak_bytes(output_bytes) - freed)
+            freed += part.kept_bytes + part.keeps_input * part.input_bytes
+            output_bytes = part.input_bytes
         return needed
 
-    def _rerun_bytes(self, block: BlockActivations) -> int:
-        """Return the peak of a block that runs again: its inside, or its weights' gradients."""
-        peak = max(block.kept_bytes + block.scratch_bytes, block.rerun_bytes)
-        return peak - self.recomputed_bytes()
+    def _part_bytes(self) -> list[int]:
+        """Return what each part keeps of one microbatch, with its input."""
+        parts = list(self._parts())
+        inputs = [
+            after.input_bytes if before.keeps_output or after.keeps_input else 0
+            for before, after in pairwise(parts)
+        ]
+        ends = [self._input_bytes, *inputs]
+        return [part.kept_bytes + end for part, end in zip(parts, ends, strict=True)]
+
+    def _parts(self) -> Iterator[_Part]:
+        spans = {span.start: span for span in self.segments}
+        number = 0
+        while number < len(self.blocks):
+            span = spans.get(number, range(number, number + 1))
+            yield _Part(self.blocks[span.start : span.stop], number in spans)
+            number = span.stop
 
     @property
     def _input_bytes(self) -> int:
@@ -92,20 +173,23 @@ class StageBlocks:
 
 
 def activation_memory(
-    stages: Sequence[StageBlocks], alive: Iterable[Sequence[int]], *, recompute: bool
+    stages: Sequence[StageBlocks], alive: Iterable[Sequence[int]], *, offloaded: bool = False
 ) -> Memory:
     """Return the activations of a rank's stages at the worst of some moments.
 
-    Each moment has the microbatches of every stage that are alive.
+    Each moment has the microbatches of every stage that are alive. What is offloaded lies on a
+    lower tier, but for the parts in use.
     """
-    sizes = [stage.live_bytes(recompute=recompute) for stage in stages]
-    moments = (
+    sizes = [stage.live_bytes() for stage in stages]
+    kept = max(
         sum(count * size for count, size in zip(moment, sizes, strict=True)) for moment in alive
     )
+    resident = max(stage.resident_bytes() for stage in stages) if offloaded else kept
     return Memory(
-        activations=max(moments),
-        recomputed=max(stage.recomputed_bytes() for stage in stages) if recompute else 0,
-        scratch=max(stage.scratch_bytes(recompute=recompute) for stage in stages),
+        activations=min(resident, kept),
+        recomputed=max(stage.recomputed_bytes(offloaded=offloaded) for stage in stages),
+        scratch=max(stage.scratch_bytes(offloaded=offloaded) for stage in stages),
+        lower_tier=kept if offloaded else 0,
     )
 
 
@@ -115,7 +199,7 @@ def with_norm(working: Memory, bucket_size: int, *, flushes: bool) -> Memory:
     Where a pipeline flushes, activations are gone by then, so it may fit into their place.
     """
     freed = working.activations + working.recomputed if flushes else 0
-    needed = NORM_BYTES * bucket_size - freed
+    needed = NORM_BYTES * min(bucket_size, NORM_PART) - freed
     return replace(working, scratch=max(working.scratch, needed))
 
 

@@ -1,7 +1,7 @@
 """Gradients of replicas: flat buckets, reduced while backward runs, and their global norm."""
 
 from ganglion.gradients.buckets import GradientBuckets, Reach
-from ganglion.gradients.norm import clip_by_norm, clip_factor, global_norm
+from ganglion.gradients.norm import clip_by_norm, clip_factor, global_norm, sum_of_squares
 from ganglion.gradients.reducer import GradientReducer
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "clip_by_norm",
     "clip_factor",
     "global_norm",
+    "sum_of_squares",
 ]

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from ganglion.comm import Group, Handle
 from ganglion.errors import ConfigError
+from ganglion.gradients.norm import sum_of_squares
 from ganglion.schedules import Bucket, plan_buckets
 from ganglion.trace import COMM, Recorder
-
-_PART = 1 << 20  # elements
 
 
 class Reach(NamedTuple):
@@ -137,7 +136,7 @@ class GradientBuckets:
         """Return this rank's part of the sum of squares: what several ranks hold counts once."""
         total = 0.0
         for buffer, reach in zip(self.buffers(which), self._reach, strict=True):
-            total += _sum_of_squares(buffer) / reach.num_copies
+            total += sum_of_squares(buffer) / reach.num_copies
         return total
 
     def wait(self, which: int) -> None:
@@ -212,13 +211,6 @@ class GradientBuckets:
                 part = buffer[offset : offset + parameter.numel()]
                 made.views[id(parameter)] = part.view_as(parameter)
         return made
-
-
-def _sum_of_squares(buffer: Tensor) -> float:
-    """Return the sum in doubles; of 16-bit numbers part by part, for four times the memory."""
-    step = _PART if buffer.dtype.itemsize < 4 else max(1, buffer.numel())
-    parts = (buffer[start : start + step] for start in range(0, buffer.numel(), step))
-    return sum(float(torch.sum(part.double() * part.double())) for part in parts)
 
 
 def _empty(num_elements: int, like: Tensor, group: Group) -> Tensor:

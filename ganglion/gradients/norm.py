@@ -7,6 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+SQUARED_AT_ONCE = 2**16  # elements: 1 MiB of doubles, whatever the size of a buffer
+
+
+def sum_of_squares(tensor: Tensor) -> float:
+    """Return the sum over all elements in double precision, part by part.
+
+    The parts depend on nothing but the tensor, so the same gradients have the same sum anywhere.
+    """
+    flat = tensor.reshape(-1)
+    starts = range(0, max(1, flat.numel()), SQUARED_AT_ONCE)
+    sums = [flat[start : start + SQUARED_AT_ONCE].double().square().sum() for start in starts]
+    return float(torch.stack(sums).sum())
+
 
 def global_norm(buffers: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm over all elements of all buffers, as a scalar of at least fp32."""

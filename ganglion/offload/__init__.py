@@ -1,4 +1,4 @@
-"""Memory tiers: optimizer state on the host or on disk, brought in bucket by bucket."""
+"""Memory tiers: host memory and files on disk, for optimizer state and saved activations."""
 
 from ganglion.offload.conveyor import Conveyor, Freight
 from ganglion.offload.disk import DiskTier

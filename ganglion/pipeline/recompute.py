@@ -1,14 +1,14 @@
-"""Recomputation: a block keeps its input alone, and its inside is computed again in backward.
+"""Recomputation: a segment keeps its input alone, and its inside is computed again in backward.
 
-A block is one node of the outer autograd graph. Its inside has a graph only while the backward of
-the node runs, so the activations of one block are alive at a time:
+A segment, one block or several, is one node of the outer autograd graph. Its inside has a graph
+only while the backward of the node runs, so the activations of one segment are alive at a time:
 
-    forward    x ---> [ block, without a graph ] ---> y      x is all that is kept
-    backward   x' -> block -> y'                             the same numbers, now with a graph
+    forward    x ---> [ segment, without a graph ] ---> y    x is all that is kept
+    backward   x' -> segment -> y'                           the same numbers, now with a graph
                gradient of y ---> x' and parameters          handed to the outer graph
 
 Parameters are inputs of the node, so autograd itself sums and accumulates their gradients: equal to
-those without recomputation to the last bit, also of a parameter that several blocks share, and
+those without recomputation to the last bit, also of a parameter that several segments share, and
 hooks of parameters fire once. Whoever calls backward has selected the weights of the forward.
 """
 
@@ -26,15 +26,15 @@ from ganglion.errors import ConfigError
 from ganglion.pipeline.changing_buffers import Buffers, ChangingBuffers
 
 Forward = Callable[[Tensor], Tensor]  # must give the same numbers when it is called again
-_KEY = 'memory.recompute = "full"'
+_KEY = "memory.recompute"
 _OFF = 'set memory.recompute = "none"'
 
 
-class RecomputedBlock:
-    """A block whose inside is computed again; `name` says in messages which one it is."""
+class RecomputedSegment:
+    """Blocks whose inside is computed again; `name` says in messages which they are."""
 
     def __init__(self, name: str, modules: Iterable[nn.Module]) -> None:
-        """Take a block, and what else runs with it, such as a loss that is a module."""
+        """Take blocks, and what else runs with them, such as a loss that is a module."""
         modules = tuple(modules)
         self.name = name
         inside = dict.fromkeys(p for module in modules for p in module.parameters())
@@ -49,8 +49,8 @@ class RecomputedBlock:
         """
         if not isinstance(hidden, Tensor):
             raise ConfigError(
-                f"{self.name} gets a {type(hidden).__name__}, but {_KEY} keeps one tensor for each "
-                f"block: let blocks return one tensor, or {_OFF}"
+                f"{self.name} gets a {type(hidden).__name__}, but {_KEY} keeps one tensor in front "
+                f"of it: let blocks return one tensor, or {_OFF}"
             )
         if not hidden.requires_grad and not any(p.requires_grad for p in self.parameters):
             return forward(hidden)
@@ -68,51 +68,51 @@ class RecomputedBlock:
                 raise ConfigError(
                     f"{self.name} uses a parameter of shape {tuple(leaf.shape)} that is not its "
                     f"own, which would get no gradient with {_KEY}: make it an attribute of the "
-                    f"block (several blocks may share it), or {_OFF}"
+                    f"block that uses it (several blocks may share it), or {_OFF}"
                 )
         self.is_checked = True
 
 
 @dataclass(slots=True)
 class _Call:
-    """One run of a block: how to repeat it."""
+    """One run of a segment: how to repeat it."""
 
-    block: RecomputedBlock
+    segment: RecomputedSegment
     forward: Forward
     anchors: tuple[Tensor, ...]
     copies: Buffers | None = None
 
     def first(self, hidden: Tensor) -> Tensor:
         number = hidden._version
-        with self.block.buffers.watched() as self.copies:
+        with self.segment.buffers.watched() as self.copies:
             output = self.forward(hidden.detach())
         if hidden._version != number:
             raise ConfigError(
-                f"{self.block.name} changes its input in place, but {_KEY} runs it again from that "
-                f"input: use inplace=False, or {_OFF}"
+                f"{self.segment.name} changes its input in place, but {_KEY} runs it again from "
+                f"that input: use inplace=False, or {_OFF}"
             )
         if not isinstance(output, Tensor):
             raise ConfigError(
-                f"{self.block.name} returns a {type(output).__name__}, but {_KEY} keeps one tensor "
-                f"for each block: let blocks return one tensor, or {_OFF}"
+                f"{self.segment.name} returns a {type(output).__name__}, but {_KEY} keeps one "
+                f"tensor behind it: let blocks return one tensor, or {_OFF}"
             )
         return output.detach()  # never an input or a parameter itself
 
     def second(self, hidden: Tensor, wanted: Sequence[Tensor], gradient: Tensor) -> list[Any]:
         """Run again and return the gradients of `wanted`; None for what took no part."""
         assert self.copies is not None, "the first forward ended"
-        with torch.enable_grad(), self.block.buffers.as_before(self.copies):
+        with torch.enable_grad(), self.segment.buffers.as_before(self.copies):
             output = self.forward(hidden)
         if not output.requires_grad:
             return [None] * len(wanted)
         reached = [*wanted, *self.anchors]
-        self.block.check_graph(output, [hidden, *self.block.parameters, *self.anchors])
+        self.segment.check_graph(output, [hidden, *self.segment.parameters, *self.anchors])
         found = torch.autograd.grad(output, reached, gradient, allow_unused=True)
         return list(found[: len(wanted)])
 
 
 class _Node(torch.autograd.Function):
-    """One run of a block as one node; its backward runs the block again."""
+    """One run of a segment as one node; its backward runs the segment again."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, *parameters: nn.Parameter) -> Tensor:
@@ -131,7 +131,7 @@ class _Node(torch.autograd.Function):
         if gradient is None:
             return (None,) * (1 + len(needed))
         inner = hidden.detach().requires_grad_(needed[0])
-        inputs = (inner, *call.block.parameters)
+        inputs = (inner, *call.segment.parameters)
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         found = iter(call.second(inner, wanted, gradient))
         return (None, *(next(found) if need else None for need in needed))

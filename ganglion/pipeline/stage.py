@@ -2,7 +2,7 @@
 
 The stage remembers, for every microbatch in flight, the input it came with and the output it left:
 what autograd needs to go back. With recomputation the graph between them holds the input of each
-block and nothing else; random numbers depend on (step, microbatch, block) only, so the second
+segment and nothing else; random numbers depend on (step, microbatch, block) only, so the second
 forward of a block repeats the first.
 """
 
@@ -15,9 +15,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ganglion.errors import ConfigError
+from ganglion.offload.activations import ActivationOffload
 from ganglion.pipeline.chain import Call, Chain, Context, LossFn, plain_call
+from ganglion.pipeline.entrance import Entrance, enter
 from ganglion.pipeline.weight_gradients import Deferral, WeightStore
 
 SeedBlock = Callable[[int, int], None]  # (microbatch, block): make random numbers theirs
@@ -27,17 +30,23 @@ SeedBlock = Callable[[int, int], None]  # (microbatch, block): make random numbe
 class _InFlight:
     """What a microbatch left behind; `output` is the scaled loss on the last stage.
 
-    It is let go in backward, with the graph that hangs on it.
+    It is let go in backward, with the graph that hangs on it. Where activations are offloaded, both
+    ends are places in that graph, without memory. What is not `trained` needs no backward.
     """
 
-    input: Tensor
-    output: Tensor | None
+    input: Tensor | Entrance
+    output: Tensor | GradientEdge | None
+    is_trained: bool
     half: WeightStore | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """How a stage computes; `loss_fn` is given on the last stage only, `call` runs a block."""
+    """How a stage computes; `loss_fn` is given on the last stage only, `call` runs a block.
+
+    `segments` are the runs of its blocks that backward computes again; `offload` takes what
+    autograd saves.
+    """
 
     loss_fn: LossFn | None
     loss_scale: float
@@ -46,9 +55,10 @@ class StageSettings:
     # What else the loss of a microbatch is multiplied with, before its backward.
     dynamic_scale: Callable[[int], float] = lambda microbatch: 1.0
     autocast: Context = nullcontext
-    recompute: bool = False
+    segments: Sequence[range] = ()
     deferral: Deferral | None = None
     call: Call = plain_call
+    offload: ActivationOffload | None = None
 
 
 class Stage:
@@ -67,9 +77,10 @@ class Stage:
             first_block=first_block,
             loss_fn=settings.loss_fn,
             autocast=settings.autocast,
-            recompute=settings.recompute,
+            segments=settings.segments,
             deferral=settings.deferral,
             call=settings.call,
+            offload=settings.offload,
         )
         self._in_flight: dict[int, _InFlight] = {}
         self._targets: dict[int, Tensor] = {}
@@ -87,18 +98,23 @@ class Stage:
     def forward(self, microbatch: int, hidden: Tensor) -> Tensor | None:
         """Run forward; return what the next stage needs, or None on the last stage."""
         hidden = hidden.detach()
+        entrance: Tensor | Entrance = hidden
         if hidden.is_floating_point() and self.number > 0:
-            hidden.requires_grad_()
+            if self._settings.offload is None:
+                hidden.requires_grad_()
+            else:
+                hidden, entrance = enter(hidden)
         half = None if self._settings.deferral is None else WeightStore()
         output = self._output(microbatch, hidden, half)
-        self._in_flight[microbatch] = _InFlight(hidden, output, half)
+        is_trained, end = output.requires_grad, self._end_of(output)
+        self._in_flight[microbatch] = _InFlight(entrance, end, is_trained, half)
         return None if self._settings.loss_fn is not None else output.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Run backward; return what the stage before needs, or None on the first stage."""
         live = self._in_flight[microbatch]
         assert live.output is not None, "a microbatch goes backward once"
-        if live.output.requires_grad:  # not on a first stage that is frozen
+        if live.is_trained:  # not on a first stage that is frozen
             torch.autograd.backward(live.output, gradient)
         input_gradient = live.input.grad
         live.input.grad = live.output = None
@@ -131,6 +147,17 @@ class Stage:
         self._losses[microbatch] = output.detach()
         scale = self._settings.loss_scale * self._settings.dynamic_scale(microbatch)
         return output * scale
+
+    def close(self) -> None:
+        """Give back where activations were."""
+        if self._settings.offload is not None:
+            self._settings.offload.close()
+
+    def _end_of(self, output: Tensor) -> Tensor | GradientEdge:
+        """Return what backward begins at."""
+        if self._settings.offload is None or not output.requires_grad:
+            return output
+        return output if self._settings.loss_fn is not None else get_gradient_edge(output)
 
     def take_loss(self, microbatches: Sequence[int]) -> float:
         """Return the mean loss of a batch, 0 on any stage but the last, and forget it."""

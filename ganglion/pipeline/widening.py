@@ -13,11 +13,13 @@ Whoever calls backward has selected the weights of the forward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+
+from ganglion.offload.activations import Hooks
 
 
 class WidenedCall:
@@ -27,17 +29,25 @@ class WidenedCall:
         """Leave some parameters to layers that widen them themselves."""
         self._leaves = leaves
 
-    def __call__(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """Return what a block makes of its input, in fp32."""
+    def __call__(self, block: nn.Module, hidden: Tensor, hooks: Hooks | None = None) -> Tensor:
+        """Return what a block makes of its input, in fp32; what else is saved goes to `hooks`."""
         stored = {name: p for name, p in block.named_parameters() if self._is_narrow(p)}
         copies = {name: p.float() for name, p in stored.items()}
         owners = {_place(copy): stored[name] for name, copy in copies.items()}
 
-        def pack(tensor: Tensor) -> Tensor | _Note:
+        def pack(tensor: Tensor) -> object:
             owner = owners.get(_place(tensor))
-            return tensor if owner is None else _Note.of(tensor, owner)
+            if owner is not None:
+                return _Note.of(tensor, owner)
+            return tensor if hooks is None else hooks.pack(tensor)
 
-        with saved_tensors_hooks(pack, _unpacked):
+        def unpack(kept: Any) -> Tensor:
+            if isinstance(kept, _Note):
+                return kept.widened()
+            found: Tensor = kept if hooks is None else hooks.unpack(kept)
+            return found
+
+        with saved_tensors_hooks(pack, unpack):
             output: Tensor = functional_call(block, copies, (_wide(hidden),))
         return _wide(output)
 
@@ -58,11 +68,8 @@ class _Note(NamedTuple):
     def of(cls, tensor: Tensor, owner: nn.Parameter) -> _Note:
         return cls(owner, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
-
-def _unpacked(kept: Tensor | _Note) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    return kept.owner.detach().float().as_strided(kept.size, kept.stride, kept.offset)
+    def widened(self) -> Tensor:
+        return self.owner.detach().float().as_strided(self.size, self.stride, self.offset)
 
 
 def _place(tensor: Tensor) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ganglion.comm import Transport, World
 from ganglion.config.averaging_checks import check_flushes
+from ganglion.costs import segments
 from ganglion.errors import ConfigError
 from ganglion.gradients import GradientBuckets
 from ganglion.models import named_buffers
@@ -33,7 +34,7 @@ from ganglion.train.making_updates import make_update, store_weights
 from ganglion.train.parts import Held, RunRequest
 from ganglion.train.pipelined import PipelineExecutor, StageAt
 from ganglion.train.stage_worker import StagePart, StageWorker, Tie
-from ganglion.train.tensor_split import Splitting, hold_blocks, is_split
+from ganglion.train.tensor_split import Splitting, choose_kept, is_split, make_blocks_real
 
 
 def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Held:
@@ -57,10 +58,11 @@ def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Hel
     rank_at = _rank_at(world, schedule)
     stages = schedule.stage_map.stages_of(world.coordinates.pipe)
     block_names = tuple(name for number in stages for name in cut.stages[number])
-    hold_blocks(request, splitting, block_names)
+    make_blocks_real(request, splitting, block_names)
     parts: dict[int, StagePart] = {}
     for number in stages:
         parts[number] = _part(number, request, schedule, cut, rank_at, splitting, parts.values())
+    choose_kept(request, splitting, block_names)
     _average(parts, request, cut)
     # Replicas meet in reductions only; what fails in one must reach the others before.
     has_siblings = plan.pipe > 1 and plan.data > 1
@@ -136,7 +138,10 @@ def _part(
     feedback = ErrorFeedback(versions) if versions and request.error_feedback else None
     return StagePart(
         stage=Stage(
-            number, blocks, cut.first_block(number), _settings(number, request, schedule, blocks)
+            number,
+            blocks,
+            cut.first_block(number),
+            _settings(number, request, schedule, cut, blocks),
         ),
         parameters=parameters,
         buckets=buckets,
@@ -161,7 +166,11 @@ def _versions_kept(request: RunRequest, schedule: RankSchedule) -> int:
 
 
 def _settings(
-    number: int, request: RunRequest, schedule: RankSchedule, blocks: Sequence[nn.Module]
+    number: int,
+    request: RunRequest,
+    schedule: RankSchedule,
+    cut: Stages,
+    blocks: Sequence[nn.Module],
 ) -> StageSettings:
     last = schedule.stage_map.num_stages - 1
     plan, stream = request.plan, request.stream
@@ -176,7 +185,8 @@ def _settings(
         num_stages=last + 1,
         seed_block=seed_block,
         autocast=request.autocast,
-        recompute=plan.recompute == "full",
+        segments=segments(plan, cut.span(number), len(request.blocks)),
+        offload=request.activations,
         deferral=defer_weight_gradients(blocks) if schedule.splits_backward else None,
         dynamic_scale=lambda number: request.judge.scale_of(number // plan.num_microbatches),
         call=request.call,

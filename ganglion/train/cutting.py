@@ -34,6 +34,11 @@ class Stages:
         """Return the number of a stage's first block in the model."""
         return sum(len(names) for names in self.stages[:stage])
 
+    def span(self, stage: int) -> range:
+        """Return the numbers of a stage's blocks in the model."""
+        first = self.first_block(stage)
+        return range(first, first + len(self.stages[stage]))
+
 
 def cut_model(
     blocks: Mapping[str, nn.Module], plan: Plan, stage_map: StageMap, costs: Sequence[float]

@@ -45,6 +45,7 @@ from ganglion.train.block_costs import Sample
 from ganglion.train.device import pick_device
 from ganglion.train.learning_rate import warmup_cosine
 from ganglion.train.offloaded import OffloadSettings
+from ganglion.train.offloaded_activations import ActivationSettings
 from ganglion.train.optimizers import optimizer_factory
 from ganglion.train.parallelize import parallelize
 from ganglion.train.peak import count_flops, machine_peak
@@ -177,6 +178,7 @@ def parallelize_file(
     """
     recorder = Recorder(world.rank, enabled=file.trace.enabled)
     recorder.offset_s = world.clock_offset_s()
+    scratch = Path(file.memory.offload_dir) if file.memory.offload_dir else folder
     return parallelize(
         blocks,
         loss_fn,
@@ -207,10 +209,8 @@ def parallelize_file(
         sample=sample,
         initial=initial,
         averaging=_averaging(file.averaging),
-        offload=OffloadSettings(
-            folder=Path(file.memory.offload_dir) if file.memory.offload_dir else folder,
-            bucket_size=file.memory.bucket_size,
-        ),
+        offload=OffloadSettings(folder=scratch, bucket_size=file.memory.bucket_size),
+        activations=ActivationSettings(folder=scratch),
     )
 
 

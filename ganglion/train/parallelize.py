@@ -4,7 +4,8 @@ With tensor axes, known models are split as such; `cuts` tell how to split other
 layers else take and return whole activations; `tensor` switches overlaps. Blocks on the meta device
 need `initial` weights: every rank makes its own piece; others begin as on rank 0. A plan with
 `averaging` trains its replicas as workers; the settings of that name say how they exchange. A plan
-with `offload` keeps optimizer state on a tier; those settings say where and in which buckets.
+with `offload` keeps optimizer state on a tier; those settings say where and in which buckets; those
+of `activations` say where a plan with `offload_activations` puts them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from ganglion.train.learning_rate import LrFactor, RateSetter, constant
 from ganglion.train.making_updates import make_update, store_weights
 from ganglion.train.meta import check_memory
 from ganglion.train.offloaded import OffloadSettings
+from ganglion.train.offloaded_activations import ActivationSettings, offload_activations
 from ganglion.train.optimizers import OptimizerFactory
 from ganglion.train.parts import Held, RunParts, RunRequest
 from ganglion.train.precision import WideLoss
@@ -53,7 +55,7 @@ from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
-from ganglion.train.tensor_split import Splitting, hold_blocks, split_request
+from ganglion.train.tensor_split import Splitting, choose_kept, make_blocks_real, split_request
 from ganglion.train.verdict import Judge
 from ganglion.units import MIB
 
@@ -81,6 +83,7 @@ def parallelize(
     initial: InitialWeights | None = None,
     averaging: AveragingSettings | None = None,
     offload: OffloadSettings | None = None,
+    activations: ActivationSettings | None = None,
 ) -> Run:
     """Return a run that trains `blocks`, in order, under `plan`.
 
@@ -90,7 +93,8 @@ def parallelize(
     update `step` is the optimizer's own times `lr_factor(step)`. `error_feedback` corrects updates
     from late gradients (schedule two_bw). `schedules` knows the plan's schedule by name. With a
     `sample`, one microbatch, the stages of a pipeline are cut by measured times; without, by their
-    weights. For `cuts`, `tensor`, `initial`, `averaging` and `offload` see the top of this file.
+    weights. The top of this file tells of `cuts`, `tensor`, `initial`, `averaging`, `offload` and
+    `activations`.
     """
     plan = _checked(plan, schedules, error_feedback)
     launch = read_launch(os.environ)
@@ -117,6 +121,9 @@ def parallelize(
         judge=Judge(max_grad_norm),
         call=plain_call,
         offload=offload or OffloadSettings(),
+        activations=offload_activations(
+            plan, activations or ActivationSettings(), device, timeout_s
+        ),
     )
     _same_start(request)
     request = dataclasses.replace(request, costs=_costs(request))
@@ -128,6 +135,11 @@ def parallelize(
 def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
     """Return the plan with its schedule's own name; refuse what cannot run."""
     plan.require_built()
+    if plan.recompute == "budget":
+        raise ConfigError(
+            'a plan with recompute = "budget" is not decided yet: `ganglion train` decides it from '
+            'a run file; give recompute = "blocks" and recompute_blocks = ("1", "3-4"), say'
+        )
     plan = dataclasses.replace(plan, schedule=schedules.canonical(plan.schedule))
     check_planned(plan, schedules)
     check_error_feedback(error_feedback, plan, schedules)
@@ -215,10 +227,11 @@ def _build(
 
 def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overlap: bool) -> Held:
     """Return the executor of a whole model on this rank."""
-    hold_blocks(request, splitting, request.blocks)
+    make_blocks_real(request, splitting, request.blocks)
     parameters = named_parameters(request.blocks)
     _check_trainable(parameters)
     stored = store_weights(request, request.blocks.values(), parameters)
+    choose_kept(request, splitting, request.blocks)
     reducer = GradientReducer(
         parameters,
         splitting.reach,
@@ -241,6 +254,7 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         request.stream,
         splitting,
         request.call,
+        request.activations,
     )
     executor = ReplicaExecutor(
         request.world,

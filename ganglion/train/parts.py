@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ganglion.comm import World
 from ganglion.models import InitialWeights, LossFn
+from ganglion.offload.activations import ActivationOffload
 from ganglion.pipeline import Call
 from ganglion.plan import Plan
 from ganglion.schedules import Registry
@@ -119,6 +120,7 @@ class RunRequest:
     judge: Judge
     call: Call
     offload: OffloadSettings
+    activations: ActivationOffload | None = None  # where they wait for their backward
     costs: Sequence[float] = ()
 
 

@@ -154,6 +154,7 @@ class PipelineExecutor:
                 part.averaged.close()
             part.buckets.close()
             part.update.close()
+            part.stage.close()
         self._engine.close()
 
     # --- parts ---------------------------------------------------------------------------------

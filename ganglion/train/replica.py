@@ -13,8 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ganglion.costs import segments
 from ganglion.gradients import GradientReducer
 from ganglion.models import LossFn, evaluation_mode
+from ganglion.offload.activations import ActivationOffload
 from ganglion.pipeline import Call, Chain, plain_call
 from ganglion.plan import Plan
 from ganglion.trace import COMPUTE, Recorder
@@ -39,18 +41,21 @@ class Replica:
         stream: RandomStream,
         splitting: Splitting,
         call: Call = plain_call,
+        activations: ActivationOffload | None = None,
     ) -> None:
         """Join the blocks of a model with its loss and the reducer of its gradients.
 
-        `call` runs a block.
+        `call` runs a block. What autograd saves goes to `activations`, if they are there.
         """
         self._chain = Chain(
             list(blocks.values()),
             loss_fn=loss_fn,
             autocast=lambda: autocast(plan.precision, device),
-            recompute=plan.recompute == "full",
+            segments=segments(plan, range(len(blocks)), len(blocks)),
+            offload=activations,
             call=call,
         )
+        self._activations = activations
         self._plan = plan
         self._device = device
         self._reducer = reducer
@@ -94,6 +99,11 @@ class Replica:
             inputs = as_input(inputs.to(self._device), self._plan)
             output = self._chain.evaluate(inputs, None)
         return wide(self._splitting.whole_output(output))
+
+    def close(self) -> None:
+        """Give back where activations were."""
+        if self._activations is not None:
+            self._activations.close()
 
     def on_change(self) -> None:
         """Say that the weights are others now."""

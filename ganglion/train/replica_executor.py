@@ -111,6 +111,7 @@ class ReplicaExecutor:
             self._averaged.close()
         self._reducer.close()
         self._update.close()
+        self._replica.close()
 
     def _update_at_once(self, step: int, lr: float) -> Verdict:
         """Update by the verdict on all gradients."""

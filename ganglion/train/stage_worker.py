@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ganglion.comm import Arrival, Transport
-from ganglion.gradients import GradientBuckets
+from ganglion.gradients import GradientBuckets, sum_of_squares
 from ganglion.pipeline import ErrorFeedback, Stage, WeightVersions
 from ganglion.schedules.action import Action
 from ganglion.tensor import Weights
@@ -222,7 +222,7 @@ class StageWorker:
             for tie in part.ties:
                 parameter = part.parameters[tie.name]
                 if not tie.is_first and parameter.grad is not None:
-                    square = float(torch.sum(parameter.grad.double() * parameter.grad.double()))
+                    square = sum_of_squares(parameter.grad)
                     total -= square / part.buckets.num_copies(parameter)
         return total
 

@@ -86,20 +86,25 @@ def split_request(
     return made, splitting
 
 
-def hold_blocks(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
-    """Take the named blocks as those that this rank computes.
+def choose_kept(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
+    """Decide what stays gathered of the named blocks, those that this rank computes.
 
-    Of these it is decided what stays gathered; they get memory and initial weights, if they were
-    built without.
+    Their weights must be stored in the precision of the plan: it decides how many fit.
     """
-    names = tuple(block_names)
-    tensors: dict[str, Tensor] = dict(serial_names(request.blocks, names))
-    if splitting.weights is not None and splitting.report is not None:
-        splitting.report.kept = splitting.weights.choose_kept(tensors.values())
-        if request.world.rank == 0:
-            logger.info("tensor parallelism:\n%s", splitting.report)
+    if splitting.weights is None or splitting.report is None:
+        return
+    held = serial_names(request.blocks, tuple(block_names))
+    splitting.report.kept = splitting.weights.choose_kept(held.values())
+    if request.world.rank == 0:
+        logger.info("tensor parallelism:\n%s", splitting.report)
+
+
+def make_blocks_real(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
+    """Give the named blocks memory and initial weights, if they were built without."""
     if request.initial is None:
         return
+    names = tuple(block_names)
+    tensors: dict[str, Tensor] = dict(serial_names(request.blocks, names))
     for name in names:
         tensors |= request.blocks[name].named_buffers(prefix=name)
     make_real(tensors, request.initial, splitting.placements, request.world, request.device)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
 from ganglion.comm import World, torch_world
+from ganglion.train.offloaded_activations import ActivationSettings
 from tests.harness import Ranks
 from tests.serial import History, assert_same_by_name, copies
 from tests.single.test_pipeline_shapes import serial, steps_of, train
@@ -34,7 +35,15 @@ def train_dropped(world: World, plan: Plan) -> History:
     torch.manual_seed(3)
     blocks = [Dropped() for _ in range(5)]
     batches = list(torch.randn(4, 2, plan.share_size, 8))
-    run, history = parallelize(blocks, F.mse_loss, OPTIMIZERS["adamw"], plan, world=own), History()
+    run = parallelize(
+        blocks,
+        F.mse_loss,
+        OPTIMIZERS["adamw"],
+        plan,
+        world=own,
+        activations=ActivationSettings(min_bytes=0),
+    )
+    history = History()
     for result in run.steps((inputs, targets) for inputs, targets in batches):
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
@@ -43,9 +52,20 @@ def train_dropped(world: World, plan: Plan) -> History:
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble", "two_bw"])
-def test_dropout_is_the_same_in_both_forwards(ranks: Ranks, schedule: str) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"recompute": "full"},
+        {"recompute": "sqrt", "offload_activations": "disk"},
+        {"offload_activations": "disk"},
+    ],
+    ids=["full", "sqrt on disk", "on disk"],
+)
+def test_dropout_is_the_same_in_both_forwards(
+    ranks: Ranks, schedule: str, more: dict[str, str]
+) -> None:
     plan = Plan(pipe=2, schedule=schedule, microbatch_size=3, num_microbatches=4)
-    again = dataclasses.replace(plan, recompute="full")
+    again = dataclasses.replace(plan, **more)  # type: ignore[arg-type]
     plain, found = (merged(ranks.run(2, train_dropped, p), p) for p in (plan, again))
     assert found.losses == plain.losses
     assert_same_by_name(found.weights, plain.weights, exactly=True)

@@ -31,9 +31,12 @@ from ganglion.costs import (
     conv_activations,
     gpt_activations,
     mlp_activations,
+    segments,
+    with_norm,
 )
-from ganglion.costs.working_memory import NORM_BYTES
+from ganglion.costs.working_memory import NORM_BYTES, NORM_PART
 from ganglion.gradients import GradientBuckets, Reach
+from ganglion.gradients.norm import SQUARED_AT_ONCE
 from ganglion.models import build_model, cross_entropy, tensor_cuts
 from ganglion.pipeline import Chain, Stage
 from ganglion.tensor import (
@@ -318,7 +321,8 @@ def test_autograd_keeps_what_is_predicted(model: str, axes: dict[str, Any], prec
     mesh, shape = Mesh(**axes), BLOCKS[model]
     layout = Layout(microbatch_size=SIZE, mesh=mesh, precision=precision)
     predicted = activations_of(shape, layout)
-    wanted = [replace(one, scratch_bytes=0, rerun_bytes=0) for one in predicted]
+    estimates = dict.fromkeys(("scratch_bytes", "held_bytes", "rerun_bytes", "gradient_bytes"), 0)
+    wanted = [replace(one, **estimates) for one in predicted]
     for found in run_threads(mesh, lambda world: measured_blocks(world, shape, precision)):
         assert found == wanted
 
@@ -397,7 +401,13 @@ def pipelines(recompute: str) -> Iterator[Layouts]:
     yield Layouts("gpt", plan_of(pipe=2, precision="bf16", recompute=recompute))
 
 
-PIPELINES = [*pipelines("none"), *pipelines("full")]
+PIPELINES = [*pipelines("none"), *pipelines("full"), *pipelines("sqrt")]
+PIPELINES += [
+    Layouts("gpt", plan_of(pipe=2, recompute="full", recompute_every=2)),
+    Layouts("conv", plan_of(recompute="blocks", recompute_blocks=("0-1", "3"), pipe=2)),
+    Layouts("gpt", plan_of(recompute="blocks", recompute_blocks=("1-2", "3"), pipe=2)),
+    Layouts("wide_gpt3", plan_of(pipe=2, x=2, recompute="blocks", recompute_blocks=("2", "5-6"))),
+]
 
 
 @pytest.mark.parametrize(
@@ -425,8 +435,10 @@ def recomputed_peak(world: World, layout: Layouts) -> tuple[Plan, int]:
         executor = run._parts.executor
         assert isinstance(executor, PipelineExecutor)
         for part in executor._parts.values():
-            for block in part.stage._chain._recomputed:
-                block.run = again(block.run, part.stage, peaks)  # type: ignore[method-assign]
+            for one in part.stage._chain._parts:
+                if one.segment is None:
+                    continue
+                one.segment.run = again(one.segment.run, part.stage, peaks)  # type: ignore[method-assign]
         list(run.steps(share_of(b, world, layout.plan) for b in make_batches(layout.case)))
         run.drain()
         return run.plan, max(peaks)
@@ -458,6 +470,10 @@ def again(run: Callable[..., Tensor], stage: Stage, peaks: list[int]) -> Any:
         Layouts("conv", plan_of(pipe=2, recompute="full")),
         Layouts("wide_gpt3", plan_of(pipe=2, schedule="two_bw", x=2, y=2, recompute="full")),
         Layouts("gpt", plan_of(pipe=2, precision="bf16", recompute="full")),
+        Layouts("gpt", plan_of(pipe=2, recompute="sqrt")),
+        Layouts("conv", plan_of(pipe=2, recompute="full", recompute_every=3)),
+        Layouts("wide_gpt3", plan_of(pipe=2, x=2, y=2, recompute="full", recompute_every=2)),
+        Layouts("gpt", plan_of(pipe=2, recompute="blocks", recompute_blocks=("1-2", "4"))),
     ],
     ids=lambda one: f"{told(one)}-{one.plan.precision}",
 )
@@ -568,7 +584,16 @@ def allocated_peak(step: Callable[[], object]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+AGAIN: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute": "full"},
+    "sqrt": {"recompute": "sqrt"},
+    "every 3": {"recompute": "full", "recompute_every": 3},
+    "some": {"recompute": "blocks", "recompute_blocks": ("1", "2-3")},
+}
+
+
+@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("name", STEPS)
 def test_peak_of_forward_and_backward(name: str, recompute: str) -> None:
     """Activations and scratch together: within 1 % for a GPT, within 8 % for the others."""
@@ -577,7 +602,9 @@ def test_peak_of_forward_and_backward(name: str, recompute: str) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     blocks = list(model.blocks().values())
-    chain = Chain(blocks, loss_fn=cross_entropy, recompute=recompute == "full")
+    plan = Plan(microbatch_size=size, **AGAIN[recompute])
+    spans = segments(plan, range(len(blocks)), len(blocks))
+    chain = Chain(blocks, loss_fn=cross_entropy, segments=spans)
     inputs, targets = (part.repeat(size, *[1] * (part.dim() - 1)) for part in sample(shape))
 
     def step() -> None:
@@ -585,22 +612,26 @@ def test_peak_of_forward_and_backward(name: str, recompute: str) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     step()
-    plan = Plan(microbatch_size=size, recompute=recompute)
     (held,) = predicted_memory(shape, plan, MemoryOptions())
     wanted = held.activations + held.recomputed + held.scratch
     tolerance = 0.01 if isinstance(shape, GPTShape) else 0.08
     assert wanted == pytest.approx(allocated_peak(step), rel=tolerance)
 
 
-def test_the_norm_of_a_bucket_takes_24_bytes_an_element() -> None:
-    size = 50_000
+@pytest.mark.parametrize("size", [1000, NORM_PART, 10 * NORM_PART + 3])
+def test_the_norm_of_a_bucket_takes_a_part_of_it(size: int) -> None:
+    assert NORM_PART == SQUARED_AT_ONCE
 
-    def body(world: World) -> int:
+    def body(world: World) -> tuple[int, float]:
         parameters = {"one": nn.Parameter(torch.ones(size))}
         recorder, reach = Recorder(0, enabled=False), Reach(world.group("data"))
         buckets = GradientBuckets(parameters, reach, recorder, bucket_bytes=size)
-        buckets.square_norm(0)
-        return allocated_peak(lambda: float(buckets.square_norm(0)))
+        buckets.buffers(0)[0].fill_(2.0)
+        square = buckets.square_norm(0)
+        return allocated_peak(lambda: float(buckets.square_norm(0))), square
 
-    (peak,) = run_threads(Mesh(), body)
-    assert peak == pytest.approx(NORM_BYTES * size, rel=0.01)
+    ((peak, square),) = run_threads(Mesh(), body)
+    wanted = with_norm(Memory(), size, flushes=False).scratch
+    assert wanted == NORM_BYTES * min(size, NORM_PART)
+    assert peak == pytest.approx(wanted, rel=0.01)
+    assert square == 4 * size

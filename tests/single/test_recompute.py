@@ -170,7 +170,14 @@ def _no_seed(block: int) -> None:
 
 
 def chain_of(blocks: list[nn.Module], *, recompute: bool) -> tuple[Chain, nn.Sequential]:
-    return Chain(blocks, loss_fn=F.mse_loss, recompute=recompute), nn.Sequential(*blocks)
+    return Chain(
+        blocks, loss_fn=F.mse_loss, segments=singles(blocks) if recompute else ()
+    ), nn.Sequential(*blocks)
+
+
+def singles(blocks: list[nn.Module]) -> list[range]:
+    """Return every block as a segment of its own."""
+    return [range(number, number + 1) for number in range(len(blocks))]
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -246,7 +253,7 @@ def stage_of(blocks: list[nn.Module], *, recompute: bool, split: bool = False) -
             loss_scale=1.0,
             num_stages=2,
             seed_block=lambda microbatch, block: None,
-            recompute=recompute,
+            segments=singles(blocks) if recompute else (),
             deferral=defer_weight_gradients(blocks) if split else None,
         ),
     )
@@ -309,7 +316,8 @@ def test_halves_of_a_split_backward_are_equal() -> None:
     for recompute in (False, True):
         blocks = made(build)
         deferral = defer_weight_gradients(blocks)
-        chain = Chain(blocks, loss_fn=F.mse_loss, recompute=recompute, deferral=deferral)
+        segments = singles(blocks) if recompute else ()
+        chain = Chain(blocks, loss_fn=F.mse_loss, segments=segments, deferral=deferral)
         ids, (targets, _) = torch.arange(8) % 5, regression(1, 8)[0]
         halves = [WeightStore() for _ in range(3)]
         losses = [chain.forward(ids + n, targets, _no_seed, halves[n]) for n in range(3)]
