@@ -10,6 +10,7 @@ from rich.table import Table
 from ganglion.checkpoint import latest_checkpoint
 from ganglion.cli.folder import read_folder
 from ganglion.cli.generate import is_text_model, sample_text
+from ganglion.cli.measured_memory import print_memory
 from ganglion.config.run_folder import CHECKPOINTS, METRICS_FILE, MODEL_FILE
 from ganglion.trace import StepMetrics, read_metrics
 from ganglion.units import format_bytes, format_count, format_duration
@@ -26,6 +27,7 @@ def print_summary(folder: Path, exit_code: int) -> None:
         return
     file, plan = read_folder(folder)
     console.print(_table(metrics, "tokens" if file.data.kind in TOKEN_DATA else "samples"))
+    print_memory(folder, console)
     if exit_code == 0 and plan.pipe > 1:
         from ganglion.cli.compare import print_comparison  # the simulator is not always wanted
 

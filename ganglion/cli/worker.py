@@ -18,6 +18,7 @@ from ganglion.cli.folder import accept_resumed, prepare_folder, read_folder
 from ganglion.cli.lifeline import end_with_parent
 from ganglion.cli.logs import log_to_file, log_to_screen
 from ganglion.cli.machine import usable_cores
+from ganglion.cli.measured_memory import write_memory
 from ganglion.cli.progress import Progress
 from ganglion.cli.stopping import StopSignal
 from ganglion.cli.summary import print_summary
@@ -27,7 +28,15 @@ from ganglion.config.run_folder import CHECKPOINTS, LOGS, MODEL_FILE
 from ganglion.errors import CheckpointError, GanglionError
 from ganglion.plan import Plan
 from ganglion.topology import Launch, read_launch
-from ganglion.train import Job, Observer, build_job, file_observers, train, with_saved_cut
+from ganglion.train import (
+    Job,
+    MemoryObserver,
+    Observer,
+    build_job,
+    file_observers,
+    train,
+    with_saved_cut,
+)
 
 if TYPE_CHECKING:
     from ganglion.cli.train import TrainOptions
@@ -116,14 +125,29 @@ def _resume(job: Job) -> None:
 
 
 def _train_watched(job: Job) -> None:
-    observers = file_observers(job)
+    memory = MemoryObserver(job)
+    observers = [memory, *file_observers(job)]
     if job.run.world.rank == 0:
         observers.append(Progress(job))
     try:
         train(job, observers)
     finally:
         _close(observers)
+    _record_memory(job, memory)
     job.run.world.barrier()  # whoever reads the traces of all ranks from now on finds them whole
+
+
+def _record_memory(job: Job, memory: MemoryObserver) -> None:
+    gathered = memory.gathered()
+    if job.run.world.rank == 0:
+        write_memory(
+            job.folder,
+            gathered,
+            file=job.file,
+            plan=job.run.plan,
+            shape=job.shape,
+            device=job.run.device.type,
+        )
 
 
 def _close(observers: list[Observer]) -> None:

@@ -7,6 +7,7 @@ runs/quickstart-20260101-120000/
   checkpoints/                what to continue from
   model.safetensors           the weights at the end, under serial names
   prediction.json             of a pipeline: its steps beside the simulator's
+  memory.json                 what each rank held, beside the memory model's prediction
 """
 
 from __future__ import annotations
@@ -21,3 +22,4 @@ LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 MODEL_FILE = "model.safetensors"
 PREDICTION_FILE = "prediction.json"
+MEMORY_FILE = "memory.json"

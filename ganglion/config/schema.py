@@ -212,6 +212,12 @@ class AveragingSection(Section):
 class MemorySection(Section):
     """What is kept in memory."""
 
+    device_gib: float = Field(
+        0.0,
+        ge=0,
+        description="memory that a rank may use: what is not set here is chosen to fit; 0: no "
+        "limit is known",
+    )
     recompute: Literal["none", "full", "sqrt", "blocks", "budget"] = Field(
         "none",
         description='"full": keep the inputs of blocks alone, compute the rest again in backward; '

@@ -111,6 +111,10 @@ class OptimizerFreight:
             self._views[key] = self._store.view(entry, member)
         return self._views[key]
 
+    def rooms(self) -> list[Tensor]:
+        """Return the memory that buckets pass through."""
+        return [room for slot in self._slots for room in slot.rooms()]
+
     # --- moves ---------------------------------------------------------------------------------
 
     def read(self, bucket: int, slot: int) -> int:

@@ -84,6 +84,10 @@ class StateStore:
         self._regions[entry].write_from(start, source[:size])
         return size
 
+    def tensors(self) -> list[Tensor]:
+        """Return all entries, each as bytes: the tier itself."""
+        return [region.tensor() for region in self._regions.values()]
+
     def release(self) -> None:
         """Give back the memory that views of entries took."""
         for region in self._regions.values():
@@ -119,6 +123,10 @@ class Slot:
         if entry not in self._rooms:
             self._rooms[entry] = page_buffer(self._num_bytes, self._device)
         return self._rooms[entry]
+
+    def rooms(self) -> list[Tensor]:
+        """Return the bytes of all entries that were asked for."""
+        return list(self._rooms.values())
 
     def piece(self, entry: str, bucket: UpdateBucket, number: int, member: Member) -> Tensor:
         """Return the entry of one slice of a bucket, flat."""

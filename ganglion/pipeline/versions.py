@@ -92,6 +92,10 @@ class WeightVersions:
         """
         return self._views[(self.newest - 1) % self._num_kept]
 
+    def flat(self) -> list[Tensor]:
+        """Return the buffers of all versions."""
+        return [flat for version in self._flat for flat in version.values()]
+
     def restart(self, newest: int) -> None:
         """Take the newest and the older weights, just loaded, for versions up to `newest`."""
         loaded = [self._cloned((self.newest - age) % self._num_kept) for age in (0, 1)]

@@ -3,6 +3,7 @@
 from ganglion.train.executor import StepResult
 from ganglion.train.job import Job, build_blocks, build_job
 from ganglion.train.loop import Observer, train
+from ganglion.train.memory_observer import MemoryObserver
 from ganglion.train.observers import file_observers
 from ganglion.train.parallelize import parallelize
 from ganglion.train.run import Run
@@ -10,6 +11,7 @@ from ganglion.train.saved import with_saved_cut
 
 __all__ = [
     "Job",
+    "MemoryObserver",
     "Observer",
     "Run",
     "StepResult",

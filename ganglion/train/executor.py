@@ -5,7 +5,7 @@ A batch goes in, outcomes come out: at once, or a batch later under a schedule t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,9 @@ class Executor(Protocol):
 
     def gather_numbers(self, numbers: list[float]) -> Tensor:
         """Return every rank's numbers as a (ranks, numbers) table, hearing what fails elsewhere."""
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return the versions of weights and the gradients that it holds, by these words."""
 
     def close(self) -> None:
         """Release what it holds."""

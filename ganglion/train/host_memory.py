@@ -1,8 +1,13 @@
-"""Host memory that was freed stays with the process, so that the next microbatch finds it warm.
+"""Host memory that was freed: kept by the process, or given back to the kernel at once.
 
-glibc hands large freed blocks back to the kernel. Training frees and needs the same activations
-for every microbatch, so each one pays for thousands of page faults and for zeroed pages: 120,000
-faults a step, 2.5 % of the time, for the GPT of `benchmarks/data_parallel.py`.
+glibc hands large freed blocks back to the kernel, and learns to keep middling ones. Training frees
+and needs the same activations for every microbatch, so each one pays for thousands of page faults
+and for zeroed pages: 120,000 faults a step, 2.5 % of the time, for the GPT of
+`benchmarks/data_parallel.py`. So freed memory is kept, as long as there is enough:
+
+    keep     a heap with holes between tensors that live long: quick, and up to a fifth larger than
+             what is in use
+    return   every block of 128 KiB or more is a mapping of its own: resident is what is in use
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER = 2**31 - 1
 _ALWAYS_FROM_HEAP = 2**30
-_LARGE = 2**20
+_LARGE = 2**17
 
 
 def keep_freed_memory() -> bool:

@@ -44,6 +44,7 @@ from ganglion.train.averaged import AveragingSettings
 from ganglion.train.block_costs import Sample
 from ganglion.train.device import pick_device
 from ganglion.train.learning_rate import warmup_cosine
+from ganglion.train.memory_watch import MemoryWatch
 from ganglion.train.offloaded import OffloadSettings
 from ganglion.train.offloaded_activations import ActivationSettings
 from ganglion.train.optimizers import optimizer_factory
@@ -68,6 +69,8 @@ class Job:
     peak_flops: float
     flops_per_token: float | None
     num_parameters: int
+    memory: MemoryWatch
+    shape: ModelShape | None  # of a built-in model
 
     def is_milestone(self, step: int) -> bool:
         """Say whether a step is evaluated or saved."""
@@ -106,6 +109,9 @@ def build_job(
     """Build everything a run file names; called by every rank at the same time."""
     device = pick_device(launch.local_rank)
     source = open_source(file, cache_dir)
+    precision = FP32 if plan.compute_fp32 else plan.precision
+    peak_flops = machine_peak(world, device, precision)
+    memory = MemoryWatch(device)  # what the data take is not the model's
     if world.rank == 0 and source.tokenizer is not None:
         save_tokenizer(source.tokenizer, folder)
     blocks, initial = outline_blocks(file, plan, source.num_classes, source.input_shape)
@@ -119,9 +125,11 @@ def build_job(
         run=run,
         source=source,
         folder=folder,
-        peak_flops=machine_peak(world, device, FP32 if plan.compute_fp32 else plan.precision),
+        peak_flops=peak_flops,
         flops_per_token=None if flops is None else flops / source.tokens_per_sample,
         num_parameters=num_parameters,
+        memory=memory,
+        shape=None if file.model.build else _shape(file, source.num_classes, source.input_shape),
     )
 
 
@@ -209,6 +217,7 @@ def parallelize_file(
         sample=sample,
         initial=initial,
         averaging=_averaging(file.averaging),
+        keep_freed=file.memory.device_gib == 0,
         offload=OffloadSettings(folder=scratch, bucket_size=file.memory.bucket_size),
         activations=ActivationSettings(folder=scratch),
     )

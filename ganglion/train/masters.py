@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ganglion.pipeline import WeightVersions
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
-from ganglion.train.updating import Wait, all_there
+from ganglion.train.updating import Wait, all_there, state_tensors
 
 
 class MasterUpdate:
@@ -86,6 +86,14 @@ class MasterUpdate:
         """Return the fp32 gradients of the last step."""
         named = self._masters.items()
         return {name: master.grad for name, master in named if master.grad is not None}
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return wide gradients, masters and the state of the optimizers."""
+        return {
+            "gradients": [self._flat],
+            "master": list(self._masters.values()),
+            "moments": state_tensors(self.optimizers),
+        }
 
     def close(self) -> None:
         """Do nothing."""

@@ -30,7 +30,7 @@ from ganglion.offload import (
 from ganglion.pipeline import ErrorFeedback, WeightVersions
 from ganglion.trace import Recorder
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
-from ganglion.train.updating import Wait, all_there
+from ganglion.train.updating import Wait, all_there, state_tensors
 from ganglion.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ class StateOnTier:
         `templates` are their parameters, and `chunk_of` tells in which bucket each gradient is
         summed.
         """
+        self._optimizers = optimizers
         self.freight = OptimizerFreight(
             optimizers,
             self.members,
@@ -132,6 +133,14 @@ class StateOnTier:
     def room(self, name: str, entry: str) -> Tensor | None:
         """Return where a load should put an entry that is shaped like its parameter."""
         return self.freight.view(self.names.index(name), entry) if name in self.names else None
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return the tier, the buckets in flight, and what stays in memory, by category."""
+        return {
+            "lower_tier": self.store.tensors(),
+            "buckets": self.freight.rooms(),
+            "moments": state_tensors(self._optimizers),
+        }
 
     def close(self) -> None:
         """End the threads, and give back what the tier holds."""
@@ -215,6 +224,12 @@ class OffloadedUpdate:
         """Return the gradients of the parameters."""
         named = self._parameters.items()
         return {name: p.grad for name, p in named if p.grad is not None}
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return state on the tier and in flight, and what error feedback remembers."""
+        found = self._state.tensors()
+        remembered = {} if self._feedback is None else self._feedback.previous
+        return {**found, "moments": [*found["moments"], *remembered.values()]}
 
     def close(self) -> None:
         """End the threads, and give back what the tier holds."""

@@ -105,6 +105,12 @@ class OffloadedMasterUpdate:
         factor = self._weights.factor
         return wide if factor is None else {name: g.mul_(factor) for name, g in wide.items()}
 
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return masters and state on the tier, and what is in flight of them."""
+        found, wide = self._state.tensors(), self._weights.shared
+        assert wide is not None, "made with the update"
+        return {**found, "buckets": [*found["buckets"], *wide.rooms()]}
+
     def close(self) -> None:
         """End the threads, and give back what the tier holds."""
         self._state.close()

@@ -84,6 +84,7 @@ def parallelize(
     averaging: AveragingSettings | None = None,
     offload: OffloadSettings | None = None,
     activations: ActivationSettings | None = None,
+    keep_freed: bool = True,
 ) -> Run:
     """Return a run that trains `blocks`, in order, under `plan`.
 
@@ -94,7 +95,8 @@ def parallelize(
     from late gradients (schedule two_bw). `schedules` knows the plan's schedule by name. With a
     `sample`, one microbatch, the stages of a pipeline are cut by measured times; without, by their
     weights. The top of this file tells of `cuts`, `tensor`, `initial`, `averaging`, `offload` and
-    `activations`.
+    `activations`. With `keep_freed` host memory that was freed stays with the process, which is
+    quicker.
     """
     plan = _checked(plan, schedules, error_feedback)
     launch = read_launch(os.environ)
@@ -128,6 +130,10 @@ def parallelize(
     _same_start(request)
     request = dataclasses.replace(request, costs=_costs(request))
     request, splitting = split_request(request, cuts, tensor or TensorSettings())
+    if keep_freed and plan.offload == "none":
+        keep_freed_memory()
+    else:
+        return_large_blocks()
     request, scaling = _in_precision(request, splitting)
     return _build(request, splitting, scaling, lr_factor, overlap, seed)
 
@@ -196,7 +202,6 @@ def _build(
 ) -> Run:
     """Join the parts that the plan calls for."""
     plan, rate = request.plan, RateSetter(lr_factor)
-    _ = keep_freed_memory() if plan.offload == "none" else return_large_blocks()
     # One stage that flushes is plain training; one that does not has a delay of its own.
     whole = plan.pipe == 1 and planned_schedule(plan, 0, request.schedules).flushes
     held = (

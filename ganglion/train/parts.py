@@ -75,6 +75,20 @@ class RunParts:
         for update in self.updates:
             update.on_load()
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return what this rank holds between steps, by the categories of the memory model."""
+        own = self.executor.tensors()
+        found: dict[str, list[Tensor]] = {
+            "weights": list(self.parameters.values()),
+            "versions": list(own.get("versions", ())),
+            "gradients": list(own["gradients"]),
+            "center": [t for averaged in self.averaged for t in averaged.center().values()],
+        }
+        for update in self.updates:
+            for category, tensors in update.tensors().items():
+                found.setdefault(category, []).extend(tensors)
+        return found
+
     def on_saved(self) -> None:
         """Say that all tensors were saved."""
         for update in self.updates:

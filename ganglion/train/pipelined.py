@@ -147,6 +147,16 @@ class PipelineExecutor:
             handle.wait()
         return table
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return the versions and the gradients of all its stages."""
+        parts = self._parts.values()
+        kept = [part.versions for part in parts if part.versions is not None]
+        sets = [part.buckets.buffers(i) for part in parts for i in range(part.num_sets)]
+        return {
+            "versions": [flat for versions in kept for flat in versions.flat()],
+            "gradients": [buffer for buffers in sets for buffer in buffers],
+        }
+
     def close(self) -> None:
         """Close the transports and let go of the gradients."""
         for part in self._parts.values():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from ganglion.trace import COMPUTE, HOST
 from ganglion.train.executor import Share, StepResult
 from ganglion.train.parts import RunParts
 from ganglion.train.saved import load_run, save_run
+from ganglion.train.saved_bytes import SavedBytes
 
 
 class Run:
@@ -34,6 +36,7 @@ class Run:
         self._parts = parts
         self._drawn: list[Batches] = []
         self._results: deque[StepResult] = deque()
+        self._saved_bytes: SavedBytes | None = None
         self.plan = parts.plan
         self.world = parts.world
         self.device = parts.device
@@ -158,6 +161,23 @@ class Run:
             found.update(update.gradients())
         return found
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return what this rank holds between steps, by the categories of the memory model.
+
+        Tensors may share memory, which belongs to the first category that has it.
+        """
+        return self._parts.tensors()
+
+    def gather_numbers(self, numbers: list[float]) -> Tensor:
+        """Return every rank's numbers as a (ranks, numbers) table; called by all ranks."""
+        return self._parts.executor.gather_numbers(numbers)
+
+    def count_saved(self) -> SavedBytes:
+        """Begin to count what autograd keeps; a few steps later, `is_on = False` ends it."""
+        held = self._parts.tensors()
+        self._saved_bytes = SavedBytes(t for name in ("weights", "versions") for t in held[name])
+        return self._saved_bytes
+
     def close(self) -> None:
         """Release threads, hooks and groups; the run cannot be used afterwards."""
         for drawn in self._drawn:
@@ -175,9 +195,11 @@ class Run:
 
     def _keep(self, results: Iterator[StepResult]) -> None:
         """Take results as they come; `steps` hands them out, also those that a drain brought."""
-        for result in results:
-            self.step = result.step
-            self._results.append(result)
+        saved = self._saved_bytes
+        with nullcontext() if saved is None else saved.watching():
+            for result in results:
+                self.step = result.step
+                self._results.append(result)
 
     def _kept(self) -> Iterator[StepResult]:
         while self._results:

@@ -65,6 +65,12 @@ class Update(Protocol):
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients of the last step, as the optimizers saw them."""
 
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return what it holds between steps beside weights and gradients, by category.
+
+        Categories are those of the memory model; what lies on a lower tier comes first.
+        """
+
     def close(self) -> None:
         """Release what it holds outside of memory."""
 
@@ -138,5 +144,16 @@ class PlainUpdate:
         named = self._parameters.items()
         return {name: p.grad for name, p in named if p.grad is not None}
 
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return the state of the optimizers, and what error feedback remembers."""
+        remembered = {} if self._feedback is None else self._feedback.previous
+        return {"moments": [*state_tensors(self.optimizers), *remembered.values()]}
+
     def close(self) -> None:
         """Do nothing."""
+
+
+def state_tensors(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Return what optimizers remember."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]

@@ -1,0 +1,153 @@
+"""A run knows what it holds: its own count of tensors agrees with the memory model, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ganglion import Plan
+from ganglion.comm import World, run_threads
+from ganglion.config import MemoryOptions, predicted_memory
+from ganglion.costs import Memory
+from ganglion.models import build_model, cross_entropy
+from ganglion.pipeline import Chain
+from ganglion.schedules.update_buckets import GRAIN
+from ganglion.train import parallelize
+from ganglion.train.memory_watch import MemoryWatch, held_bytes
+from ganglion.train.offloaded import OffloadSettings
+from ganglion.train.saved_bytes import SavedBytes
+from tests.single.test_memory_model import STATES, Layouts, plan_of, told
+from tests.training import FACTORIES, SHAPES, make_batches, make_model, share_of
+
+# "center" is counted by half: what is on its way has no tensor of its own between exchanges.
+COUNTED = ("weights", "versions", "gradients", "master", "moments", "buckets")
+HALF: dict[str, Any] = {"precision": "bf16_master"}
+MASTERS = [
+    Layouts("gpt", plan_of(**HALF)),
+    Layouts("gpt", plan_of(**HALF, data=2), "sgd"),
+    Layouts("gpt", plan_of(**HALF, compute_fp32=True)),
+    Layouts("gpt", plan_of(**HALF, pipe=2, schedule="two_bw")),
+    Layouts("tied", plan_of(precision="fp16_master", pipe=2, schedule="gpipe")),
+    Layouts("wide_gpt", plan_of(**HALF, x=2, pipe=2)),
+    Layouts("wide_gpt3", plan_of(**HALF, z=2)),
+]
+OFFLOADED = [
+    Layouts("gpt", plan_of(offload="disk")),
+    Layouts("gpt", plan_of(offload="disk"), "sgd"),
+    Layouts("gpt", plan_of(offload="disk"), "muon"),
+    Layouts("gpt", plan_of(**HALF, offload="disk")),
+    Layouts("gpt", plan_of(**HALF, offload="disk"), "muon"),
+    Layouts("gpt", plan_of(**HALF, offload="disk", pipe=2, schedule="two_bw")),
+    Layouts("tied", plan_of(offload="disk", pipe=2, schedule="interleaved")),
+    Layouts("wide_gpt3", plan_of(**HALF, offload="disk", z=2)),
+]
+BUCKET_SIZE = 3 * GRAIN
+
+
+def named_layout(layout: Layouts) -> str:
+    plan = layout.plan
+    return f"{told(layout)}-{plan.precision}-{plan.offload}-{plan.compute_fp32}"
+
+
+def counted(world: World, layout: Layouts, folder: Path) -> tuple[Plan, dict[str, int]]:
+    case = layout.case
+    with parallelize(
+        make_model(case, 1),
+        cross_entropy,
+        FACTORIES[case.optimizer],
+        layout.plan,
+        error_feedback=case.error_feedback,
+        world=world,
+        bucket_mib=case.bucket_mib,
+        offload=OffloadSettings(folder=folder / str(world.rank), bucket_size=BUCKET_SIZE),
+    ) as run:
+        list(run.steps(share_of(b, world, layout.plan) for b in make_batches(case)))
+        run.drain()
+        return run.plan, held_bytes(run.tensors())
+
+
+@pytest.mark.parametrize("layout", [*STATES[::4], *MASTERS, *OFFLOADED], ids=named_layout)
+def test_a_run_counts_what_the_model_predicts(layout: Layouts, tmp_path: Path) -> None:
+    mesh = layout.plan.mesh()
+    found = run_threads(mesh, lambda world: counted(world, layout, tmp_path))
+    options = MemoryOptions(rules=layout.rules, bucket_size=BUCKET_SIZE)
+    wanted = predicted_memory(SHAPES[layout.model], found[0][0], options)
+    for rank, (_, held) in enumerate(found):
+        expected = wanted[mesh.coordinates(rank).pipe]
+        assert {c: held.get(c, 0) for c in COUNTED} == {c: getattr(expected, c) for c in COUNTED}
+        assert held.get("lower_tier", 0) >= expected.lower_tier  # in whole pages
+
+
+# --- what autograd keeps -------------------------------------------------------------------------
+
+
+def saved_by_chain(recompute: bool) -> tuple[SavedBytes, Memory]:
+    shape = SHAPES["gpt"]
+    torch.manual_seed(0)
+    model = build_model(shape)
+    blocks = list(model.blocks().values())
+    chain = Chain(blocks, loss_fn=cross_entropy, recompute=recompute)
+    ids = torch.zeros(2, shape.seq_len, dtype=torch.long)  # type: ignore[union-attr]
+    saved = SavedBytes(model.parameters())
+    with saved.watching():
+        loss = chain.forward(ids, ids, lambda block: None)
+        loss.backward()  # type: ignore[no-untyped-call]
+    plan = Plan(microbatch_size=2, recompute="full" if recompute else "none")
+    (held,) = predicted_memory(shape, plan, MemoryOptions())
+    return saved, held
+
+
+def test_what_autograd_keeps_is_counted_while_it_lives() -> None:
+    saved, held = saved_by_chain(recompute=False)
+    assert saved.live_peak == pytest.approx(held.activations, rel=0.05)  # and the tokens
+    assert saved.again_peak == 0
+    assert saved.num_bytes == 0, "all is let go after backward"
+
+
+def test_the_inside_of_a_block_that_runs_again_is_counted_apart() -> None:
+    saved, held = saved_by_chain(recompute=True)
+    assert saved.live_peak == pytest.approx(held.activations, rel=0.05)
+    assert saved.again_peak == pytest.approx(held.recomputed, rel=0.05)
+    assert saved.num_bytes == 0
+
+
+def test_memory_that_two_nodes_keep_is_counted_once() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    saved = SavedBytes([])
+    with saved.watching():
+        y = x.exp()
+        z = y * y.detach() + y.sin()
+    assert saved.num_bytes == saved.live_peak == y.nbytes
+    z.sum().backward()  # type: ignore[no-untyped-call]
+    assert saved.num_bytes == 0
+
+
+def test_counting_ends_when_it_is_switched_off() -> None:
+    saved = SavedBytes([])
+    saved.is_on = False
+    with saved.watching():
+        torch.ones(10, requires_grad=True).exp()
+    assert saved.live_peak == 0
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+def test_the_peak_is_that_of_memory_above_the_baseline() -> None:
+    watch = MemoryWatch(torch.device("cpu"))
+    before = watch.peak_bytes()
+    size = before + 64 * 2**20  # what other tests took is below the peak of the process
+    taken = torch.ones(size // 4)
+    assert watch.peak_bytes() - before >= 32 * 2**20
+    del taken
+
+
+def test_memory_is_counted_where_it_comes_first() -> None:
+    flat = torch.zeros(10)
+    parameter = nn.Parameter(flat[:4])
+    tensors: dict[str, list[Tensor]] = {"weights": [parameter], "versions": [flat, torch.ones(3)]}
+    assert held_bytes(tensors) == {"weights": 40, "versions": 12}
