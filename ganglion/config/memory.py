@@ -15,6 +15,7 @@ from itertools import pairwise
 from ganglion.config.schema import RunFile
 from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.costs import (
+    MIXED,
     BlockActivations,
     BlockCost,
     Layout,
@@ -37,16 +38,22 @@ from ganglion.costs import (
     mlp_activations,
     mlp_blocks,
     mlp_parameters,
+    moved_to_tier,
     segments,
+    state_entries,
     state_memory,
     with_norm,
 )
 from ganglion.plan import Plan
 from ganglion.schedules import Holding, planned_holding, planned_schedule
+from ganglion.schedules.bucket_program import NUM_SLOTS
 from ganglion.schedules.gathers import kept_within
+from ganglion.schedules.update_buckets import cut_update
 from ganglion.units import MIB
 
 _NUMBER, _FLOAT = 8, 4  # bytes of a token id or class, and of a pixel
+_PAGE_BYTES = 4096  # by which the room of a bucket is larger, to begin on a page
+_NORM_PART = 2**20  # elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +65,11 @@ class MemoryOptions:
     keep_bytes: int = 0
     overlap: bool = True
     bucket_mib: float = 25.0
+    bucket_size: int = 2**22
 
     @classmethod
     def of(cls, run: RunFile) -> MemoryOptions:
-        """Return what a run file says, as this version trains: everything in fp32."""
+        """Return what a run file says."""
         rules = StateRules(
             optimizer=run.optimizer.name,
             has_momentum=run.optimizer.momentum > 0,
@@ -73,6 +81,7 @@ class MemoryOptions:
             keep_bytes=int(run.parallel.keep_gathered_mib * MIB),
             overlap=run.parallel.overlap,
             bucket_mib=run.parallel.bucket_mib,
+            bucket_size=run.memory.bucket_size,
         )
 
 
@@ -83,6 +92,11 @@ def predicted_memory(shape: ModelShape, plan: Plan, options: MemoryOptions) -> l
     """
     model = _Model(shape, plan)
     return [model.rank_memory(rank, options) for rank in range(plan.pipe)]
+
+
+def planned_boundaries(shape: ModelShape, plan: Plan) -> tuple[int, ...]:
+    """Return the first block of each stage but the first: the plan's own, or balanced by flop."""
+    return tuple(start for start, _ in _Model(shape, plan)._edges[1:])
 
 
 class _Model:
@@ -102,7 +116,11 @@ class _Model:
 
     def rank_memory(self, rank: int, options: MemoryOptions) -> Memory:
         holding = self._holdings[rank]
-        rules = replace(options.rules, num_versions=holding.num_versions)
+        rules = replace(
+            options.rules,
+            num_versions=holding.num_versions,
+            formats=MIXED if self._plan.has_masters else options.rules.formats,
+        )
         parameters = list(self._held_parameters(holding))
         gathered = gathered_memory(
             parameters,
@@ -112,13 +130,18 @@ class _Model:
             precision=self._plan.precision,
         )
         state = state_memory(parameters, self._mesh, rules)
+        if self._plan.offload != "none":
+            in_flight = sum(self._bucket_bytes(holding, stage, options) for stage in holding.stages)
+            state = moved_to_tier(state, parameters, self._mesh, rules, in_flight)
         if self._plan.averages:
             state = replace(state, center=2 * state.weights)
         return state + gathered + self._working_memory(rank, parameters, options)
 
     def _kept(self, parameters: Sequence[Parameter], options: MemoryOptions) -> list[bool]:
         """Say which of the gathered weights the budget keeps, as the layers themselves decide."""
-        return kept_within(gathered_blocks(parameters, self._mesh), options.keep_bytes)
+        return kept_within(
+            gathered_blocks(parameters, self._mesh, self._plan.precision), options.keep_bytes
+        )
 
     def _working_memory(
         self, rank: int, parameters: Sequence[Parameter], options: MemoryOptions
@@ -131,16 +154,42 @@ class _Model:
         if plan.pipe > 1 or not flushes or plan.x * plan.y * plan.z > 1:
             bucket_size = self._largest_bucket(parameters, options.bucket_mib)
             working = with_norm(working, bucket_size, flushes=flushes)
+        working = self._with_widening(working)
         num_batches = 1 if flushes else 2  # the next one enters before the last is done
         samples = Memory(communication=num_batches * plan.share_size * _sample_bytes(self._shape))
         return working + message_memory(stages) + samples
 
     def _held_parameters(self, holding: Holding) -> Iterator[Parameter]:
-        """Yield the parameters of a rank; one that two of its stages share belongs to the first."""
+        """Yield the parameters of a rank."""
         for stage in holding.stages:
-            start, end = self._edges[stage]
-            for block in self._parameters[start:end]:
-                yield from (p for p in block if not (p.is_tied and 0 in holding.stages))
+            yield from self._stage_parameters(holding, stage)
+
+    def _stage_parameters(self, holding: Holding, stage: int) -> Iterator[Parameter]:
+        """Yield those of a stage; one that two stages of a rank share belongs to the first."""
+        start, end = self._edges[stage]
+        for block in self._parameters[start:end]:
+            yield from (p for p in block if not (p.is_tied and 0 in holding.stages))
+
+    def _bucket_bytes(self, holding: Holding, stage: int, options: MemoryOptions) -> int:
+        """Return what the buckets of a stage's update take in flight: a room for each entry.
+
+        Three slots take turns; wide gradients have a room of their own.
+        """
+        parameters = list(self._stage_parameters(holding, stage))[::-1]
+        sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
+        entries = [state_entries(parameter, options.rules) for parameter in parameters]
+        is_muon = [options.rules.optimizer == "muon" and p.in_muon for p in parameters]
+        whole = [not muon for muon in is_muon]
+        buckets = cut_update(sizes, whole, [0] * len(sizes), options.bucket_size)
+        slots: dict[int, set[str]] = {}
+        for number, bucket in enumerate(buckets):
+            used = {entry for part in bucket.slices for entry in entries[part.member]}
+            slots.setdefault(number % NUM_SLOTS, set()).update(used)
+        num_rooms = sum(map(len, slots.values()))
+        if self._plan.has_masters:
+            num_rooms += len(slots) + 1
+        largest = max((bucket.num_elements for bucket in buckets), default=0)
+        return num_rooms * (largest * _FLOAT + _PAGE_BYTES)
 
     def _stage(self, stage: int, holding: Holding) -> StageBlocks:
         start, end = self._edges[stage]
@@ -163,7 +212,17 @@ class _Model:
     def _largest_bucket(self, parameters: Sequence[Parameter], bucket_mib: float) -> int:
         """Return the elements of the largest bucket: full, or one parameter larger than that."""
         sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
+        if self._plan.has_masters:
+            return min(sum(sizes), _NORM_PART)  # of gradients in half, part by part
         return min(sum(sizes), max([int(bucket_mib * MIB) // _FLOAT, *sizes]))
+
+    def _with_widening(self, working: Memory) -> Memory:
+        """Return the same with room for the fp32 weights of a block, and one wide gradient."""
+        if not self._plan.compute_fp32:
+            return working
+        sizes = [[p.num_gathered(self._mesh) for p in block] for block in self._parameters]
+        widest = max(sum(block) + max(block) for block in sizes)
+        return replace(working, scratch=working.scratch + widest * _FLOAT)
 
 
 _Records = tuple[list[BlockCost], list[tuple[Parameter, ...]], list[BlockActivations]]
@@ -172,7 +231,9 @@ _Records = tuple[list[BlockCost], list[tuple[Parameter, ...]], list[BlockActivat
 def _block_records(shape: ModelShape, plan: Plan) -> _Records:
     """Return cost, parameters and activations of every block."""
     layout = Layout(
-        microbatch_size=plan.microbatch_size, mesh=plan.mesh(), precision=plan.precision
+        microbatch_size=plan.microbatch_size,
+        mesh=plan.mesh(),
+        precision="fp32" if plan.compute_fp32 else plan.precision,
     )
     sizes, size = asdict(shape), plan.microbatch_size
     match shape:

@@ -21,6 +21,8 @@ from ganglion.costs.memory import (
     Memory,
     StateRules,
     Tier,
+    moved_to_tier,
+    state_entries,
     state_memory,
 )
 from ganglion.costs.network import Ring, link_between, rings_along
@@ -115,6 +117,7 @@ __all__ = [
     "mlp_blocks",
     "mlp_layers",
     "mlp_parameters",
+    "moved_to_tier",
     "num_near_root",
     "read_cluster",
     "ring_sent",
@@ -122,6 +125,7 @@ __all__ = [
     "segments",
     "stage_times",
     "stage_times_from_file",
+    "state_entries",
     "state_memory",
     "tensor_traffic",
     "with_norm",

@@ -8,7 +8,8 @@ These are the tensors that autograd saves in our own blocks, each piece of memor
 
 Values are a view, so all of qkv lives as long as they do. A norm over split features keeps its
 result in the place of its input. In bf16 (autocast) the stream between blocks, norms and softmax
-stay fp32, and torch's own layers keep a bf16 copy of each weight; split ones make it anew.
+stay fp32, and torch's own layers keep a bf16 copy of each weight; split ones make it anew. With
+weights in half (masters) everything but softmax is in half too, and nothing is copied.
 
 `tests/single/test_memory_model.py` compares every number with what autograd really saved.
 """
@@ -67,9 +68,14 @@ class Layout:
         return FLOAT if self.precision == "fp32" else HALF
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight, of its gradient, and of what is passed between blocks."""
+        return HALF if self.precision.endswith("_master") else FLOAT
+
+    @property
     def copies_weights(self) -> bool:
         """Whether a weight is kept in bf16 for the backward of every microbatch."""
-        return self.precision != "fp32" and self.mesh.x * self.mesh.y * self.mesh.z == 1
+        return self.precision == "bf16" and self.mesh.x * self.mesh.y * self.mesh.z == 1
 
     def share(self, size: int, axis: str | None) -> int:
         """Return this rank's part of features that an axis splits."""
@@ -153,7 +159,7 @@ class _TransformerBlock:
 
     @property
     def _edge_bytes(self) -> int:
-        return self._rows * self.layout.share(self.hidden, "y") * FLOAT
+        return self._rows * self.layout.share(self.hidden, "y") * self.layout.weight_bytes
 
     @property
     def _norm_bytes(self) -> int:
@@ -161,7 +167,7 @@ class _TransformerBlock:
         rows, width = self._rows, self.layout.share(self.hidden, "y")
         result = rows * width * self.layout.element_bytes
         if self.layout.mesh.y == 1:
-            return result + 2 * rows * FLOAT
+            return result + 2 * rows * self.layout.weight_bytes
         return result + rows * width * FLOAT + rows * FLOAT
 
     def embedding(self, vocab_size: int, *, has_places: bool) -> BlockActivations:
@@ -173,9 +179,9 @@ class _TransformerBlock:
             output_bytes=self._edge_bytes,
             kept_bytes=places + (rows * (NUMBER + FLAG) if is_split else 0),
             keeps_input=not is_split,
-            scratch_bytes=self._edge_bytes + table * FLOAT,
-            rerun_bytes=self._edge_bytes + table * FLOAT,
-            gradient_bytes=table * FLOAT,
+            scratch_bytes=self._edge_bytes + table * self.layout.weight_bytes,
+            rerun_bytes=self._edge_bytes + table * self.layout.weight_bytes,
+            gradient_bytes=table * self.layout.weight_bytes,
         )
 
     def attention(
@@ -233,9 +239,9 @@ class _TransformerBlock:
         """Return a block that begins with a norm and gives what it takes."""
         layout, edge = self.layout, self._edge_bytes
         copies = sum(weights) * HALF if layout.copies_weights else 0
-        rounded = 0 if layout.precision == "fp32" else edge // 2
+        rounded = edge // 2 if layout.precision == "bf16" else 0
         # Of weights in pieces along z, gradients are sent off one by one.
-        made = sum(weights) // layout.mesh.y * FLOAT if layout.mesh.z == 1 else 0
+        made = sum(weights) // layout.mesh.y * layout.weight_bytes if layout.mesh.z == 1 else 0
         return BlockActivations(
             input_bytes=edge,
             output_bytes=edge,
@@ -273,7 +279,7 @@ class _Chain:
         elif not keeps_result:
             kept += rows * given * layout.element_bytes
         before, after = rows * taken * (number > 0), rows * given
-        gradient = taken * given * FLOAT
+        gradient = taken * given * layout.weight_bytes
         block = self._block(number, rows * taken, after, kept)
         return replace(
             block,
@@ -308,9 +314,9 @@ class _Chain:
     def _block(self, number: int, taken: int, given: int, kept: int) -> BlockActivations:
         layout = self.layout
         element_bytes = layout.element_bytes
-        is_cast = number == 0 and layout.precision != "fp32"  # data come in fp32
+        is_cast = number == 0 and layout.precision == "bf16"  # data come in fp32
         return BlockActivations(
-            input_bytes=taken * (FLOAT if number == 0 else element_bytes),
+            input_bytes=taken * (layout.weight_bytes if number == 0 else element_bytes),
             output_bytes=given * element_bytes,
             kept_bytes=kept + (taken * element_bytes if is_cast else 0),
             keeps_input=not is_cast,
@@ -320,10 +326,10 @@ class _Chain:
 def _whole_layer(layout: Layout, inputs: int, outputs: int) -> BlockActivations:
     """Return a model of one layer: it cuts whole inputs and gathers whole outputs."""
     rows = layout.microbatch_size
-    makes_copy = layout.mesh.y > 1 or layout.precision != "fp32"
+    makes_copy = layout.mesh.y > 1 or layout.precision == "bf16"
     copy = rows * layout.share(inputs, "y") * layout.element_bytes
     return BlockActivations(
-        input_bytes=rows * inputs * FLOAT,
+        input_bytes=rows * inputs * layout.weight_bytes,
         output_bytes=rows * outputs * layout.element_bytes,
         kept_bytes=rows * (outputs * FLOAT + NUMBER) + FLOAT + copy * makes_copy,
         scratch_bytes=2 * rows * outputs * FLOAT,

@@ -8,8 +8,8 @@
     center         of elastic averaging: the weights that workers share, and those on their way
     buckets        what is brought in from a lower tier for an update
 
-Bytes a parameter under AdamW: 16 in fp32 (4 + 4 + 8), as the engine trains today. Mixed precision
-as published has 20: weights and gradients in half (2 + 2), master, fp32 gradients (4 + 4), moments
+Bytes a parameter under AdamW: 16 in fp32 (4 + 4 + 8). Mixed precision as published, and ours with
+masters, has 20: weights and gradients in half (2 + 2), master, fp32 gradients (4 + 4), moments
 (8); with the last four on a lower tier 4 are left, and 16 for each element of a bucket in flight
 (AxoNN, spec A.6). PipeDream-2BW as released keeps a second master: 24 (spec A.9).
 """
@@ -131,12 +131,43 @@ def state_memory(parameters: Iterable[Parameter], mesh: Mesh, rules: StateRules)
     return whole if rules.tier is None else _lowered(whole, count, rules, rules.tier)
 
 
+def state_entries(parameter: Parameter, rules: StateRules) -> tuple[str, ...]:
+    """Return what the optimizer remembers that is shaped like a parameter, by name."""
+    if _uses_adamw(parameter, rules):
+        return ("exp_avg", "exp_avg_sq")
+    has_one = rules.optimizer == "muon" or rules.has_momentum
+    return ("momentum_buffer",) if has_one else ()
+
+
+def moved_to_tier(
+    whole: Memory, parameters: Iterable[Parameter], mesh: Mesh, rules: StateRules, in_flight: int
+) -> Memory:
+    """Return a rank's state with masters and moments on a lower tier, `in_flight` bytes above it.
+
+    Counts of steps and what error feedback remembers stay; wide gradients are made in flight.
+    """
+    held = list(parameters)
+    count = sum(parameter.num_stored(mesh) for parameter in held)
+    steps = STEP_BYTES * sum(_uses_adamw(parameter, rules) for parameter in held)
+    left = steps + count * rules.formats.version * rules.error_feedback
+    return replace(
+        whole,
+        gradients=whole.gradients - count * rules.formats.wide_gradient,
+        master=0,
+        moments=left,
+        buckets=in_flight,
+        lower_tier=whole.master + whole.moments - left,
+    )
+
+
+def _uses_adamw(parameter: Parameter, rules: StateRules) -> bool:
+    return rules.optimizer == "adamw" or (rules.optimizer == "muon" and not parameter.in_muon)
+
+
 def _moment_bytes(parameter: Parameter, count: int, rules: StateRules) -> int:
     """Return what the optimizer remembers of a parameter: two numbers an element, one, or none."""
-    if rules.optimizer == "adamw" or (rules.optimizer == "muon" and not parameter.in_muon):
-        return 2 * count * FLOAT + STEP_BYTES
-    has_one = rules.optimizer == "muon" or rules.has_momentum
-    return count * FLOAT * has_one
+    steps = STEP_BYTES * _uses_adamw(parameter, rules)
+    return count * FLOAT * len(state_entries(parameter, rules)) + steps
 
 
 def _lowered(whole: Memory, count: int, rules: StateRules, tier: Tier) -> Memory:

@@ -232,10 +232,17 @@ def gathered_memory(
         gathered += max((a + b for a, b in pairwise([0, *passing])), default=0)
     else:
         gathered += max(passing, default=0)
-    rounded = 0 if precision == "fp32" else max(blocks, default=0)
-    return Memory(communication=FLOAT * (gathered + sum(blocks) + pieces) + HALF * rounded)
+    rounded = max(blocks, default=0) if precision == "bf16" else 0
+    size = stored_bytes(precision)
+    return Memory(communication=size * (gathered + sum(blocks) + pieces) + HALF * rounded)
 
 
-def gathered_blocks(parameters: Iterable[Parameter], mesh: Mesh) -> list[int]:
+def gathered_blocks(parameters: Iterable[Parameter], mesh: Mesh, precision: str) -> list[int]:
     """Return the bytes of each block that is gathered along z, in the order of the model."""
-    return [FLOAT * p.num_gathered(mesh) for p in parameters if p.is_gathered(mesh)]
+    size = stored_bytes(precision)
+    return [size * p.num_gathered(mesh) for p in parameters if p.is_gathered(mesh)]
+
+
+def stored_bytes(precision: str) -> int:
+    """Return the bytes of an element of a weight as it is stored."""
+    return HALF if precision.endswith("_master") else FLOAT
