@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ganglion.cli.simulate import num_cluster_ranks
-from ganglion.cli.train import TrainOptions, make_plan, read_run_file
+from ganglion.cli.train import TrainOptions, fitted_plan, read_run_file
 from ganglion.config import GPTShape, MemoryOptions, RunFile, expected_shape, predicted_memory
 from ganglion.config.tensor_checks import check_vocabulary
 from ganglion.costs import CATEGORIES, Cluster, Memory, find_cluster
@@ -67,6 +67,7 @@ class MemoryFigures:
     num_ranks: int
     recompute: str
     precision: str
+    budget_key: str | None
     budget_bytes: int | None
     fits: bool | None
     rows: list[MemoryRow]
@@ -80,8 +81,8 @@ class MemoryFigures:
 def memory_command(request: MemoryRequest, *, as_json: bool) -> int:
     """Print what ranks hold as a table and a picture, or JSON; return 1 if it does not fit."""
     cluster = None if request.cluster is None else find_cluster(request.cluster)
-    run, plan = _run_and_plan(request, cluster)
-    figures = _figures(run, plan, _budget(cluster))
+    run, plan = _run_and_plan(request, cluster, is_told=not as_json)
+    figures = _figures(run, plan, _budget(run, cluster))
     if as_json:
         print(json.dumps(asdict(figures), indent=2))
     else:
@@ -89,7 +90,9 @@ def memory_command(request: MemoryRequest, *, as_json: bool) -> int:
     return 1 if figures.fits is False else 0
 
 
-def _run_and_plan(request: MemoryRequest, cluster: Cluster | None) -> tuple[RunFile, Plan]:
+def _run_and_plan(
+    request: MemoryRequest, cluster: Cluster | None, *, is_told: bool
+) -> tuple[RunFile, Plan]:
     if request.file.suffix == ".json":
         raise ConfigError(
             f"{request.file} is a plan, which does not say how large the model is: give the run "
@@ -111,16 +114,22 @@ def _run_and_plan(request: MemoryRequest, cluster: Cluster | None) -> tuple[RunF
         )
     if cluster is not None and request.nproc is None and request.plan_file is None:
         options = replace(options, nproc=num_cluster_ranks(run, cluster))
-    plan = make_plan(options, run, Launch())
-    plan.require_built()
-    return run, plan
+    return fitted_plan(options, run, Launch(), is_told=is_told)
 
 
-def _budget(cluster: Cluster | None) -> int | None:
+def _budget(run: RunFile, cluster: Cluster | None) -> int | None:
     """Return the bytes that a rank has; None if nobody says."""
+    if run.memory.device_gib > 0:
+        return round(run.memory.device_gib * GIB)
     if cluster is None or cluster.compute is None:
         return None
     return round(cluster.compute.memory_gib * GIB)
+
+
+def _budget_key(run: RunFile, budget_bytes: int | None) -> str | None:
+    if budget_bytes is None:
+        return None
+    return "device_gib" if run.memory.device_gib > 0 else "memory_gib"
 
 
 def _figures(run: RunFile, plan: Plan, budget_bytes: int | None) -> MemoryFigures:
@@ -134,6 +143,7 @@ def _figures(run: RunFile, plan: Plan, budget_bytes: int | None) -> MemoryFigure
         num_ranks=plan.num_ranks,
         recompute=plan.recompute,
         precision=plan.precision,
+        budget_key=_budget_key(run, budget_bytes),
         budget_bytes=budget_bytes,
         fits=None if budget_bytes is None else worst <= budget_bytes,
         rows=rows,
@@ -237,7 +247,7 @@ def _picture(figures: MemoryFigures) -> list[str]:
         lines.append(f"{label:<{indent}}  {bar}  {format_bytes(row.total_bytes)}")
     legend = [f"{_SHOWN[name][0]}={name}" for name in _present(figures)]
     if budget is not None:
-        legend.append("|=memory_gib")
+        legend.append(f"|={figures.budget_key}")
     return ["", *lines, " ".join(legend), ""]
 
 
@@ -254,13 +264,17 @@ def _verdict(figures: MemoryFigures, run: RunFile, plan: Plan, cluster: Cluster 
     worst = figures.worst
     who = f"rank {worst.ranks[0]}" if len(worst.ranks) == 1 else f"ranks {_spans(worst.ranks)}"
     needs = f"{who} need{'s' if len(worst.ranks) == 1 else ''} {format_bytes(worst.total_bytes)}"
-    if cluster is None:
-        return f"most: {needs}; --cluster FILE says whether that fits"
-    if figures.budget_bytes is None:
+    if run.memory.device_gib > 0:
+        has = f"memory.device_gib = {run.memory.device_gib:g}"
+    elif cluster is None:
+        return f"most: {needs}; --cluster FILE says whether that fits, memory.device_gib makes it"
+    elif figures.budget_bytes is None:
         return f"most: {needs}; {cluster.source} has no compute.memory_gib to compare with"
-    has = f"compute.memory_gib = {format_bytes(figures.budget_bytes)} of {cluster.source}"
+    else:
+        has = f"compute.memory_gib = {format_bytes(figures.budget_bytes)} of {cluster.source}"
     if figures.fits:
         return f"fits: {needs} at most, of {has}"
+    assert figures.budget_bytes is not None, "nothing else is refused"
     over = format_bytes(worst.total_bytes - figures.budget_bytes)
     return f"does not fit: {needs}, {over} more than {has}: {_remedy(figures, run, plan)}"
 

@@ -19,6 +19,7 @@ from ganglion.config import (
     RunFile,
     check_plan,
     decide_activations,
+    fit_budget,
     load_run_file,
     read_toml,
     render_run_file,
@@ -72,8 +73,7 @@ def train_command(options: TrainOptions) -> int:
     if options.print_config:
         typer.echo(render_run_file(file))
         return 0
-    plan = make_plan(options, file, launch)
-    plan.require_built()
+    file, plan = fitted_plan(options, file, launch)
     if _wants_mpiexec(file, plan, launch):
         from ganglion.cli.mpi import require_mpiexec
 
@@ -175,6 +175,22 @@ def _resumed_folder(
             f"--resume: output.dir = {str(folder)!r} holds no run; leave out --resume to start one"
         )
     return folder
+
+
+def fitted_plan(
+    options: TrainOptions, file: RunFile, launch: Launch, *, is_told: bool = True
+) -> tuple[RunFile, Plan]:
+    """Return a run and its plan, with what its memory budget chose; refuse what cannot run."""
+    if file.memory.device_gib == 0:
+        plan = make_plan(options, file, launch)
+        plan.require_built()
+        return file, plan
+    # Without torch: whether there is a GPU, whose state may wait in the host's memory.
+    tier = "host" if Path("/dev/nvidiactl").exists() else "disk"
+    fit = fit_budget(file, lambda run: make_plan(options, run, launch), tier=tier)
+    if is_told and launch.rank == 0:
+        typer.echo(fit.told())
+    return fit.run, fit.plan
 
 
 def make_plan(options: TrainOptions, file: RunFile, launch: Launch) -> Plan:

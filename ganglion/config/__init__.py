@@ -1,6 +1,7 @@
 """The run file: its schema, its reading and writing, and its resolution into a Plan."""
 
 from ganglion.config.activation_budget import decide_activations
+from ganglion.config.budget import Fit, fit_budget
 from ganglion.config.expected import expected_shape
 from ganglion.config.load import Override, known_keys, load_run_file, read_toml
 from ganglion.config.memory import MemoryOptions, predicted_memory
@@ -11,6 +12,7 @@ from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 
 __all__ = [
     "ConvShape",
+    "Fit",
     "GPTShape",
     "MLPShape",
     "MemoryOptions",
@@ -21,6 +23,7 @@ __all__ = [
     "check_plan",
     "decide_activations",
     "expected_shape",
+    "fit_budget",
     "known_keys",
     "load_run_file",
     "model_shape",
