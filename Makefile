@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all check format bench bench-tensor bench-averaging averaging-data clean
+.PHONY: train test test-all check format bench bench-tensor bench-averaging bench-memory averaging-data clean
 
 train: $(VENV)/.installed
 	$(BIN)/ganglion train --nproc 2 $(ARGS)
@@ -32,6 +32,9 @@ bench-tensor: $(VENV)/.installed
 
 bench-averaging: $(VENV)/.installed
 	$(BIN)/python benchmarks/averaging.py $(ARGS)
+
+bench-memory: $(VENV)/.installed
+	$(BIN)/python benchmarks/memory.py $(ARGS)
 
 averaging-data:
 	apt-get install -y dataset-fashion-mnist
