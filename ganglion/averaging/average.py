@@ -136,6 +136,8 @@ class ElasticAverage:
         """Return the method among the workers of `world`, which begins where they stand."""
         self._workers = meet(world, *self._how_to_meet)
         state = gather_around(self._packed, self._workers.everyone, old, self._wishes.terms())
+        if old is not None and state is not None:
+            old.catch_up(state["center"], int(state["version"]), self._lr())
         method = self._build(None if old is None else old.turns)
         if state is not None:
             method.load_state_dict(state)

@@ -140,6 +140,14 @@ class OuterAveraging:
         self._came.clear()
         self.turns.discard()
 
+    def catch_up(self, center: Tensor, version: int, lr: float) -> None:
+        """Take the pull of exchanges that were given up here and applied by others."""
+        missed = self.turns.missed(version)
+        if missed:
+            self._center.copy_(center)
+        for exchange in missed:
+            self._pull(self._parts[exchange.fragment])
+
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""
         distance = consensus(self._packed.gather(), self._center)

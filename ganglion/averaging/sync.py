@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ganglion.averaging.centers import Center
+from ganglion.averaging.elastic import elastic_force
 from ganglion.averaging.method import ExchangeMetrics, State
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.sums import Meter, Sum, Votes
@@ -98,6 +99,17 @@ class SyncEasgd:
             self._hold_back()
         self._awaited = None
         self.turns.discard()
+
+    def catch_up(self, center: Tensor, version: int, lr: float) -> None:
+        """Do the worker's half of an exchange that was given up here and applied by others."""
+        for exchange in self.turns.missed(version):
+            worker, before = self._packed.gather(), self._center.before()
+            if before is None:  # it was on its way from the root
+                worker.copy_(center)
+                self._packed.scatter()
+                return
+            alpha = self._rate.checked_alpha(lr, exchange.num_workers, self.turns.tau, SYNC)
+            self._packed.subtract(elastic_force(worker, before.to(worker.device), alpha))
 
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""
