@@ -25,6 +25,7 @@ from ganglion.averaging.snapshot import Snapshots
 from ganglion.averaging.wire import (
     LEAVE,
     REPLY,
+    RESTORE,
     RETURN,
     TROUBLE,
     Block,
@@ -145,6 +146,11 @@ class CenterServer:
             if self._snapshots is not None:
                 self._save(self._snapshots)
 
+    def restore(self, center: Tensor) -> None:
+        """Put the centre at `center`, with no memory of how it moved; nobody exchanges now."""
+        self.center.copy_(center)
+        self._rule.load({})
+
     def metrics(self) -> ServerMetrics:
         """Return what was seen so far."""
         books = self.books
@@ -186,6 +192,10 @@ class CenterServer:
             self._readmit(event.caller, envelope)
         elif envelope.kind == LOOK:
             self._show(event.caller, envelope)
+        elif envelope.kind == RESTORE:
+            self._check_whole(envelope, payload)
+            self.restore(payload)
+            self._show(event.caller, envelope)
         else:
             self._admit(_Asked(event.caller, envelope, payload))
 
@@ -198,16 +208,20 @@ class CenterServer:
                 f"worker {worker} sent a {kind}, but the centre serves a {self._rule.kind}: give "
                 f"workers and servers the same method"
             )
-        if is_write and asked.payload.numel() != self._side.numel:
-            raise ProtocolError(
-                f"worker {worker} sent a {kind} of {asked.payload.numel()} elements, but the "
-                f"centre has {self._side.numel}: give both the same model"
-            )
         envelope = asked.envelope
+        if is_write:
+            self._check_whole(envelope, asked.payload)
         self.books.arrive(Request(kind, worker, envelope.number, envelope.version))
         if kind == JOIN:
             self._callers[worker] = asked.caller
         self._pending[worker] = asked
+
+    def _check_whole(self, envelope: Envelope, payload: Tensor) -> None:
+        if payload.numel() != self._side.numel:
+            raise ProtocolError(
+                f"worker {envelope.worker} sent a {envelope.kind} of {payload.numel()} elements, "
+                f"but the centre has {self._side.numel}: give both the same model"
+            )
 
     def _readmit(self, caller: int, envelope: Envelope) -> None:
         """Let a worker that lost its connection go on over a new one."""

@@ -21,13 +21,13 @@ from torch import Tensor
 from ganglion.errors import ConfigError, ProtocolError
 from ganglion.schedules.served_exchange import EXCHANGE, JOIN, LOOK, PULL, PUSH
 
-RETURN, LEAVE, REPLY, TROUBLE = "return", "leave", "reply", "trouble"
+RETURN, LEAVE, REPLY, TROUBLE, RESTORE = "return", "leave", "reply", "trouble", "restore"
 
 HEADER_BYTES = 128  # a multiple of the cache line: the payload behind it is aligned
 MAX_RUN_ID = 16
 _MAGIC, _FORMAT = b"GNEA", 1
 # The order of kinds and dtypes is the wire's: new ones go to the end.
-_KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE, RETURN, LEAVE, REPLY, TROUBLE)
+_KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE, RETURN, LEAVE, REPLY, TROUBLE, RESTORE)
 _DTYPES = (torch.float32, torch.float64, torch.uint8)
 # magic, format, kind, dtype, refused, run, worker, shard, number, step, version, elements, rate,
 # staleness, queue
