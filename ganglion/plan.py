@@ -24,7 +24,18 @@ PRECISIONS: tuple[str, ...] = (FP32, BF16, BF16_MASTER, FP16_MASTER)
 RECOMPUTES: tuple[str, ...] = ("none", "full")
 # How replicas stay together: by summing gradients, or as workers of elastic averaging.
 NO_AVERAGING, SYNC_EASGD, LOCAL_SGD = "none", "sync_easgd", "local_sgd"
-AVERAGINGS: tuple[str, ...] = (NO_AVERAGING, SYNC_EASGD, LOCAL_SGD)
+SLOW_MOMENTUM, DILOCO = "slow_momentum", "diloco"
+ORIGINAL_EASGD, ASYNC_EASGD, ASYNC_MEASGD = "original_easgd", "async_easgd", "async_measgd"
+ASYNC_SGD, ASYNC_MSGD = "async_sgd", "async_msgd"
+HOGWILD_EASGD, HOGWILD_SGD = "hogwild_easgd", "hogwild_sgd"
+# Those whose centre processes of their own can hold.
+SERVED: tuple[str, ...] = (ORIGINAL_EASGD, ASYNC_EASGD, ASYNC_MEASGD, ASYNC_SGD, ASYNC_MSGD)
+# Those whose workers wait for nobody at the end of a step.
+ASYNCHRONOUS: tuple[str, ...] = (*SERVED, HOGWILD_EASGD, HOGWILD_SGD)
+AVERAGINGS: tuple[str, ...] = (
+    *(NO_AVERAGING, SYNC_EASGD, LOCAL_SGD, SLOW_MOMENTUM, DILOCO),
+    *ASYNCHRONOUS,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +166,11 @@ class Plan:
         return self.averaging != NO_AVERAGING
 
     @property
+    def drifts(self) -> bool:
+        """Whether workers are at steps of their own between evaluations and checkpoints."""
+        return self.averaging in ASYNCHRONOUS
+
+    @property
     def summed_axes(self) -> tuple[str, ...]:
         """The axes whose ranks see other samples and sum their gradients."""
         return ("z",) if self.averages else ("data", "z")
@@ -190,6 +206,11 @@ class Plan:
 
     def require_built(self) -> None:
         """Refuse what this version cannot run, naming the field; every driver calls this first."""
+        if self.servers and self.averaging not in SERVED:
+            raise ConfigError(
+                f"averaging.servers = {self.servers}, but averaging.method = {self.averaging!r} "
+                f"needs none: set it to 0, or choose a method of {list(SERVED)}"
+            )
         for field, (wanted, key) in _UNBUILT.items():
             value = getattr(self, field)
             if value != wanted:
@@ -202,7 +223,6 @@ class Plan:
 # What each field must be until its machinery exists, and its key in a run file.
 _UNBUILT: dict[str, tuple[object, str]] = {
     "offload": ("none", "memory.offload"),
-    "servers": (0, "averaging.servers"),
 }
 
 

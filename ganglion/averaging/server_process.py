@@ -40,6 +40,7 @@ from ganglion.errors import ConfigError, PeerLost
 from ganglion.schedules.elastic_rates import ASYNC, ROUND_ROBIN
 from ganglion.schedules.served_exchange import FIRST_COME
 from ganglion.schedules.served_exchange import ROUND_ROBIN as IN_TURN
+from ganglion.topology import read_launch
 
 WITH_A_SERVER = (ASYNC, ROUND_ROBIN, ASYNC_SGD)
 _COUNTER = "ganglion/centers"
@@ -244,7 +245,8 @@ def own_server(
             f"go together: servers are the last processes that a launcher started, beside workers "
             f"of one process each"
         )
-    launch, place = server_place(environment, wishes.servers)
+    launch = read_launch(environment)
+    place = server_place(launch, wishes.servers)
     if place is None:
         return None
     return ServerProcess(open_store(launch, timeout_s), place, timeout_s)

@@ -75,9 +75,8 @@ def meet(
     return Workers(met, met.everyone(), met.group("x", use=_USE), between, world is None)
 
 
-def server_place(environment: Mapping[str, str], servers: int) -> tuple[Launch, int | None]:
-    """Return how this process was started, and which server it is; None if it is a worker."""
-    launch = read_launch(environment)
+def server_place(launch: Launch, servers: int) -> int | None:
+    """Return which server a process is, as it was started; None if it is a worker."""
     num_workers = launch.num_ranks - servers
     if num_workers < 1:
         raise LayoutError(
@@ -89,7 +88,7 @@ def server_place(environment: Mapping[str, str], servers: int) -> tuple[Launch, 
             f"servers = {servers} need a store to meet at, which mpiexec does not give: start the "
             f"processes with torchrun or srun, or leave servers out"
         )
-    return launch, launch.rank - num_workers if launch.rank >= num_workers else None
+    return launch.rank - num_workers if launch.rank >= num_workers else None
 
 
 def own_address(launch: Launch) -> str | None:

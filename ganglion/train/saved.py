@@ -41,6 +41,7 @@ _MODEL = "model."
 _OLDER = "older."
 _WORKER = "worker"  # and its number: what belongs to one worker of elastic averaging
 _FEEDBACK = "feedback."
+_OUTER = "outer."  # the momentum of a centre
 _HAS_FEEDBACK = "error_feedback"
 _NUM_EXCHANGES = "exchanges"
 _LOSS_SCALE = "loss_scale"
@@ -85,13 +86,17 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     saved = read_state(path).plan
     by_worker = saved.averages and parts.plan.averages and saved.data == parts.plan.data
     _prepare_optimizers(parts, path, saved, by_worker)
-    tensors = _tensors(parts, by_worker=by_worker)
+    has_outer = saved.averaging == parts.plan.averaging
+    tensors = _tensors(parts, by_worker=by_worker, has_outer=has_outer)
     group, leaving = _process_group(parts.world), () if by_worker else (_WORKER,)
+    leaving = leaving if has_outer else (*leaving, _OUTER)
     state = load(path, tensors, process_group=group, leaving=leaving)
     parts.on_load()
     _restart_scale(parts, state)
     check_state_shapes(parts.optimizers, _places(parts))
     for averaged in parts.averaged:
+        if not has_outer:
+            averaged.forget_outer()
         num_exchanges = int(cast(int, state.extra.get(_NUM_EXCHANGES, 0)))
         averaged.restart(state.step, num_exchanges, at_weights=not by_worker)
     logger.info("resumed from %s at step %d", path, state.step)
@@ -162,16 +167,18 @@ def _worker(parts: RunParts) -> str:
     return f"{_WORKER}{parts.world.coordinates.data}."
 
 
-def _tensors(parts: RunParts, *, by_worker: bool) -> dict[str, Saveable]:
+def _tensors(parts: RunParts, *, by_worker: bool, has_outer: bool = True) -> dict[str, Saveable]:
     """Return everything of the run that is a tensor, with where pieces belong.
 
-    `by_worker`: the model is the centre, and each worker has weights and optimizer of its own.
+    `by_worker`: the model is the centre, and each worker has weights and optimizer of its own;
+    `has_outer`: also what moves the centre.
     """
     places, owner = _places(parts), _worker(parts) if by_worker else ""
     kinds = {
         _MODEL: parts.shared_tensors() if by_worker else parts.model_tensors(),
         _OLDER: parts.executor.older_weights(),
         _FEEDBACK: parts.feedback or {},
+        _OUTER: _outer_state(parts) if has_outer else {},
     }
     if by_worker:
         kinds[owner + _MODEL] = parts.model_tensors()
@@ -181,6 +188,10 @@ def _tensors(parts: RunParts, *, by_worker: bool) -> dict[str, Saveable]:
         for name, tensor in tensors.items()
     }
     return {**named, **optimizer_pieces(parts.optimizers, places, owner)}
+
+
+def _outer_state(parts: RunParts) -> dict[str, Tensor]:
+    return {name: t for each in parts.averaged for name, t in each.outer_state().items()}
 
 
 def _places(parts: RunParts) -> Places:

@@ -254,17 +254,12 @@ def test_servers_that_make_no_sense_are_refused(given: dict[str, Any], text: str
 
 
 def test_the_last_processes_serve() -> None:
-    common = {"WORLD_SIZE": "5", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    places = [
-        server_place({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, 2)[1]
-        for rank in range(5)
-    ]
-    assert places == [None, None, None, 0, 1]
+    launches = [Launch(rank=rank, num_ranks=5) for rank in range(5)]
+    assert [server_place(launch, 2) for launch in launches] == [None, None, None, 0, 1]
     with pytest.raises(LayoutError, match=r"servers = 5 of the 5 processes .* leave no worker"):
-        server_place({**common, "RANK": "0", "LOCAL_RANK": "0"}, 5)
-    mpi = {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
+        server_place(launches[0], 5)
     with pytest.raises(ConfigError, match="mpiexec does not give"):
-        server_place(mpi, 1)
+        server_place(Launch(num_ranks=3, launcher="mpiexec"), 1)
 
 
 def test_the_address_is_the_one_towards_the_meeting_place() -> None:
