@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from ganglion.averaging.building import check_digests
 from ganglion.averaging.choosing import SERVED_MODES, Wishes, choose_method
 from ganglion.averaging.meeting_point import gather_around
-from ganglion.averaging.method import ExchangeMetrics, Method, State
+from ganglion.averaging.method import BREAKDOWN, ExchangeMetrics, Method, State
 from ganglion.averaging.outer import OuterAveraging, OuterFactory
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.saved import (
@@ -315,7 +315,9 @@ class ElasticAverage:
     def metrics(self) -> ExchangeMetrics:
         """Return what this worker has seen of the exchanges so far."""
         metrics = self._method.metrics()
-        seconds = {**self._watch.seconds(metrics.wait_s), **metrics.seconds}
+        spent = metrics.seconds or {"param_dev_dev": metrics.wait_s}
+        own = self._watch.seconds(sum(spent.values()))
+        seconds = {**dict.fromkeys(BREAKDOWN, 0.0), **own, "param_dev_dev": 0.0, **spent}
         return dataclasses.replace(metrics, seconds=seconds)
 
     # --- checkpoints ---------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class CenterLink:
         self.version = 0
         self.sent_bytes = 0
         self.num_calls = 0
+        self.num_members = 0  # workers that the centre has, as it last said
         self._timeout_s = timeout_s
         self._phone = Phone(store, run_id, worker, shard)
         self._plain = Block(0, dtype)  # for what has no payload
@@ -187,6 +188,7 @@ class CenterLink:
                 f"worker {self.worker} got an answer for worker {answer.envelope.worker}: give "
                 f"every worker a number of its own"
             )
+        self.num_members = answer.envelope.members
         if not (self._looks and answer.envelope.number == 0):
             self._asked = None
             self.version = answer.envelope.version

@@ -13,6 +13,7 @@ centre is made in the memory of the sum and the force in the memory of the old c
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ class Center(Protocol):
     flat: Tensor
     sums: Sum | None
     lag: int  # exchanges that `flat` is behind the newest centre
+    host_s: float | None  # spent on a centre in host memory; None if it is elsewhere
 
     def start(self, worker: Tensor) -> None:
         """Begin an exchange of these weights, of which a copy is taken."""
@@ -50,6 +52,7 @@ class ReplicatedCenter:
 
     def __init__(self, worker: Tensor, sums: Sum, group: Group) -> None:
         """Begin with the centre at `worker`."""
+        self.host_s: float | None = None
         self.flat = allocate(group, worker).copy_(worker)
         self.sums: Sum | None = sums
         self._sums = sums
@@ -109,6 +112,7 @@ class RootCenter:
         self.flat = allocate(group, like).copy_(like)
         self.sums: Sum | None = None
         self.lag = 0 if group.index == 0 else 1
+        self.host_s: float | None = 0.0 if on_host else None
         self._travelling = allocate(group, like)
         # A broadcast that breaks off must not leave half of it in what may be the last centre.
         self._coming = self.flat if group.index == 0 else allocate(group, like)
@@ -143,9 +147,12 @@ class RootCenter:
         if self._group.index != 0:
             self.flat, self._coming = self._coming, self.flat
             return elastic_force(worker, self.flat, alpha, out=self._travelling)
+        start_s = time.perf_counter()
         old, new = self.flat, self._travelling
         new.mul_(alpha).add_(old, alpha=1.0 - num_workers * alpha)
         self.flat, self._travelling = new, _force_in(old, worker, alpha)
+        if self.host_s is not None:
+            self.host_s += time.perf_counter() - start_s
         return self._travelling
 
 

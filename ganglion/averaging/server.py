@@ -256,12 +256,13 @@ class CenterServer:
         worker, kind = action.request.worker, action.request.kind
         block = self._block_of(worker)
         is_write = isinstance(action, Serve) and kind in WRITES
-        with_payload = True
+        with_payload, apply_s = True, 0.0
         if is_write:
             start_s = time.perf_counter()
             rate = asked.envelope.rate
             with_payload = self._rule.apply(self.center, asked.payload, rate, block.payload)
-            self._apply_s += time.perf_counter() - start_s
+            apply_s = time.perf_counter() - start_s
+            self._apply_s += apply_s
             self._num_exchanges[worker] += 1
         else:
             block.payload.copy_(self.center)
@@ -269,6 +270,7 @@ class CenterServer:
             self._reply_to(asked.envelope, action.version),
             is_refused=isinstance(action, Refuse),
             staleness=action.staleness,
+            apply_s=apply_s,
         )
         self._answered[worker] = _Answered(block, reply, with_payload)
         self._send(asked.caller, self._answered[worker])
@@ -286,8 +288,15 @@ class CenterServer:
         return Block(self._side.numel, self._side.dtype) if known is None else known.block
 
     def _reply_to(self, envelope: Envelope, version: int) -> Envelope:
-        queue = self.books.max_queue
-        return replace(envelope, kind=REPLY, version=version, rate=0.0, queue=queue)
+        books = self.books
+        return replace(
+            envelope,
+            kind=REPLY,
+            version=version,
+            rate=0.0,
+            queue=books.max_queue,
+            members=books.num_shared,
+        )
 
     def _send(self, caller: int, answer: _Answered) -> None:
         envelope = answer.envelope

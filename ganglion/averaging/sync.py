@@ -115,7 +115,10 @@ class SyncEasgd:
         """Return what was seen so far."""
         distance = consensus(self._packed.gather(), self._center.flat)
         seen = turns_seen(self.turns, self._meter)
-        return replace(seen, consensus=distance, force=self._force_norm())
+        host_s = self._center.host_s
+        # The paper counts weights that travel to and from the host apart.
+        seconds = {} if host_s is None else {"param_host_dev": seen.wait_s, "upd_host": host_s}
+        return replace(seen, consensus=distance, force=self._force_norm(), seconds=seconds)
 
     def state_dict(self) -> State:
         """Return the centre and the counts; what is in flight starts again after a resume."""
