@@ -3,6 +3,7 @@
 python examples/elastic_averaging.py
 torchrun --nproc-per-node 2 examples/elastic_averaging.py
 torchrun --nproc-per-node 2 examples/elastic_averaging.py mode=async tau=4
+torchrun --nproc-per-node 3 examples/elastic_averaging.py mode=async servers=1    # two workers
 """
 
 import os
@@ -28,7 +29,7 @@ def spirals(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
 def wishes(words: list[str]) -> dict[str, str | int | float]:
     """Turn mode=async tau=4 beta=0.5 into arguments of ElasticAverage."""
     given = dict(word.split("=", 1) for word in words)
-    kinds = {"tau": int, "beta": float}
+    kinds = {"tau": int, "beta": float, "servers": int}
     return {"beta": 0.9, "tau": 2} | {k: kinds.get(k, str)(v) for k, v in given.items()}
 
 
@@ -41,6 +42,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # any torch optimizer
 
     average = ElasticAverage(model, optimizer, **wishes(sys.argv[1:]))  # 1
+    if average.is_server:  # only with servers=
+        average.serve()
+        return
     with average:  # 2
         for step in range(STEPS):
             points, arms = spirals(64, seed=1000 * worker + step)  # each worker has its own data

@@ -1,8 +1,8 @@
 """The Plan: one frozen record of every parallel decision of a run.
 
 It is made by `config.resolve()`, by the planner or by hand; it is stored as `plan.json`; the
-simulator and the trainer read nothing else about the layout. All fields exist from the start: a
-field whose machinery is not built yet is refused by `require_built`, never ignored.
+simulator and the trainer read nothing else about the layout. What cannot run is refused by
+`require_built`, never ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ganglion.errors import ConfigError, LayoutError, NotBuiltError, UnknownKeyError
+from ganglion.errors import ConfigError, LayoutError, UnknownKeyError
 from ganglion.topology import DEFAULT_RANK_ORDER, Mesh
 
 PLAN_FORMAT = 1
@@ -29,7 +29,18 @@ RECOMPUTES: tuple[str, ...] = ("none", "full", "sqrt", "blocks", "budget")
 TIERS: tuple[str, ...] = ("none", "host", "disk")
 # How replicas stay together: by summing gradients, or as workers of elastic averaging.
 NO_AVERAGING, SYNC_EASGD, LOCAL_SGD = "none", "sync_easgd", "local_sgd"
-AVERAGINGS: tuple[str, ...] = (NO_AVERAGING, SYNC_EASGD, LOCAL_SGD)
+SLOW_MOMENTUM, DILOCO = "slow_momentum", "diloco"
+ORIGINAL_EASGD, ASYNC_EASGD, ASYNC_MEASGD = "original_easgd", "async_easgd", "async_measgd"
+ASYNC_SGD, ASYNC_MSGD = "async_sgd", "async_msgd"
+HOGWILD_EASGD, HOGWILD_SGD = "hogwild_easgd", "hogwild_sgd"
+# Those whose centre processes of their own can hold.
+SERVED: tuple[str, ...] = (ORIGINAL_EASGD, ASYNC_EASGD, ASYNC_MEASGD, ASYNC_SGD, ASYNC_MSGD)
+# Those whose workers wait for nobody at the end of a step.
+ASYNCHRONOUS: tuple[str, ...] = (*SERVED, HOGWILD_EASGD, HOGWILD_SGD)
+AVERAGINGS: tuple[str, ...] = (
+    *(NO_AVERAGING, SYNC_EASGD, LOCAL_SGD, SLOW_MOMENTUM, DILOCO),
+    *ASYNCHRONOUS,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +211,11 @@ class Plan:
         return self.averaging != NO_AVERAGING
 
     @property
+    def drifts(self) -> bool:
+        """Whether workers are at steps of their own between evaluations and checkpoints."""
+        return self.averaging in ASYNCHRONOUS
+
+    @property
     def summed_axes(self) -> tuple[str, ...]:
         """The axes whose ranks see other samples and sum their gradients."""
         return ("z",) if self.averages else ("data", "z")
@@ -235,19 +251,11 @@ class Plan:
 
     def require_built(self) -> None:
         """Refuse what this version cannot run, naming the field; every driver calls this first."""
-        for field, (wanted, key) in _UNBUILT.items():
-            value = getattr(self, field)
-            if value != wanted:
-                raise NotBuiltError(
-                    f"{key} = {value!r} is not built yet: this version runs {key} = {wanted!r} "
-                    f"only; remove the setting (of a plan: {field}) to go on"
-                )
-
-
-# What each field must be until its machinery exists, and its key in a run file.
-_UNBUILT: dict[str, tuple[object, str]] = {
-    "servers": (0, "averaging.servers"),
-}
+        if self.servers and self.averaging not in SERVED:
+            raise ConfigError(
+                f"averaging.servers = {self.servers}, but averaging.method = {self.averaging!r} "
+                f"needs none: set it to 0, or choose a method of {list(SERVED)}"
+            )
 
 
 # Of each option of recomputation: what it is for, and what stands for nothing.

@@ -10,7 +10,11 @@
         evaluate(model)
 
 Hooks on the optimizer's step and on the model's forward drive a Method; see method.py. Start the
-script once for each worker: with torchrun, srun or mpiexec, or alone.
+script once for each worker: with torchrun, srun or mpiexec, or alone. With servers=K, start K more:
+
+    average = ElasticAverage(model, optimizer, mode="async", beta=0.9, servers=1)
+    if average.is_server:
+        average.serve()          # and be done; else train as above
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from ganglion.averaging.building import check_digests
 from ganglion.averaging.choosing import SERVED_MODES, Wishes, choose_method
 from ganglion.averaging.meeting_point import gather_around
-from ganglion.averaging.method import ExchangeMetrics, Method, State
+from ganglion.averaging.method import BREAKDOWN, ExchangeMetrics, Method, State
 from ganglion.averaging.outer import OuterAveraging, OuterFactory
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.saved import (
@@ -43,15 +48,18 @@ from ganglion.averaging.saved import (
     save_full,
     saved_center,
 )
+from ganglion.averaging.server import ServerMetrics
+from ganglion.averaging.server_process import announce_end, own_server
 from ganglion.averaging.serving import Hosting, served_method
 from ganglion.averaging.stopwatch import Stopwatch
 from ganglion.averaging.sync import MEAN_OF, SyncEasgd
 from ganglion.averaging.two_level import two_level
-from ganglion.averaging.workers import meet
-from ganglion.comm import World
+from ganglion.averaging.workers import meet, own_address
+from ganglion.comm import World, open_store
 from ganglion.errors import ConfigError
 from ganglion.schedules.elastic_rates import SYNC
 from ganglion.schedules.sync_exchange import SyncExchange
+from ganglion.topology import read_launch
 
 
 class ElasticAverage:
@@ -67,8 +75,9 @@ class ElasticAverage:
     `overlap` lets exchanges run beside forward and backward. One message carries all, unless
     `bucket_mb` bounds it or `pack` is off, when each tensor travels alone. `compress` is None,
     "bf16", "fp16" or "int8". Every `inner` processes are one worker. `deterministic` fixes the
-    order of all sums, on any carrier. The first worker's weights are given to all. Without a
-    `world`, the others are met through the launcher's environment.
+    order of all sums, on any carrier. The last `servers` processes are no workers: they hold the
+    centre, a part each. The first worker's weights are given to all. Without a `world`, the others
+    are met through the launcher's environment.
     """
 
     def __init__(
@@ -97,6 +106,7 @@ class ElasticAverage:
         max_staleness: int | None = None,
         inner: int = 1,
         deterministic: bool = False,
+        servers: int = 0,
         world: World | None = None,
         timeout_s: float = 300.0,
     ) -> None:
@@ -121,6 +131,7 @@ class ElasticAverage:
             reduction=reduction,
             center_momentum=center_momentum,
             max_staleness=max_staleness,
+            servers=servers,
         )
         self._model, self._optimizer = model, optimizer
         self._how_to_meet = (os.environ, inner, deterministic, timeout_s)
@@ -128,14 +139,31 @@ class ElasticAverage:
         self._hooks: list[RemovableHandle] = []
         self._is_swapped = self._is_closed = False
         self._hosting: Hosting | None = None
-        self._method: Method = self._join(world, None)
+        self._joined: Method | None = None
+        self._server = own_server(self._wishes, world, *self._how_to_meet)
+        if self._server is None:
+            self._joined = self._join(world, None)
         if self._hosting is not None:
             atexit.register(self.close)  # others may still need what this worker serves
 
+    @property
+    def _method(self) -> Method:
+        if self._joined is None:
+            raise ConfigError(
+                "this process serves the centre and is no worker: call serve() where is_server"
+            )
+        return self._joined
+
+    @_method.setter
+    def _method(self, method: Method) -> None:
+        self._joined = method
+
     def _join(self, world: World | None, old: SyncEasgd | OuterAveraging | None) -> Method:
         """Return the method among the workers of `world`, which begins where they stand."""
-        self._workers = meet(world, *self._how_to_meet)
+        self._workers = meet(world, *self._how_to_meet, self._wishes.servers)
         state = gather_around(self._packed, self._workers.everyone, old, self._wishes.terms())
+        if old is not None and state is not None:
+            old.catch_up(state["center"], int(state["version"]), self._lr())
         method = self._build(None if old is None else old.turns)
         if state is not None:
             method.load_state_dict(state)
@@ -147,20 +175,54 @@ class ElasticAverage:
             return two_level(wishes, packed, workers, self._lr())
         if wishes.mode not in SERVED_MODES:
             return choose_method(wishes, packed, workers.between, self._lr(), turns)
-        *_, deterministic, timeout_s = self._how_to_meet
+        environment, _, deterministic, timeout_s = self._how_to_meet
         if deterministic:
             raise ConfigError(
                 f'deterministic=True has no meaning with mode = "{wishes.mode}", which sums in the '
                 f'order of arrival: leave it out, or give mode="sync"'
             )
-        between = workers.between
-        method, self._hosting = served_method(wishes, packed, between, self._lr, timeout_s)
+        launch = read_launch(environment)
+        store = open_store(launch, timeout_s) if wishes.servers else None
+        listen_on = own_address(launch) if workers.is_owner else None
+        method, self._hosting = served_method(
+            wishes, packed, workers.between, self._lr, timeout_s, store, listen_on
+        )
+        if store is not None and workers.index == 0:
+            announce_end(store)
         return method
+
+    # --- processes that serve ------------------------------------------------------------------
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this process holds the centre and has nothing to train."""
+        return self._server is not None
+
+    def serve(
+        self,
+        *,
+        listen_on: str | None = None,
+        snapshots: str | Path | None = None,
+        every: int = 100,
+    ) -> ServerMetrics:
+        """Hold this process's part of the centre until all workers have left.
+
+        Workers of other hosts reach it at the address `listen_on`, by default the one of this host
+        towards the first process. With a folder for `snapshots`, its part is saved there after
+        `every` writes, and a server that is started in the place of a lost one goes on from it.
+        """
+        if self._server is None:
+            raise ConfigError("this process is a worker: call serve() only where is_server")
+        address = own_address(read_launch(self._how_to_meet[0])) if listen_on is None else listen_on
+        folder = None if snapshots is None else Path(snapshots)
+        (seen,) = self._server.serve(listen_on=address, snapshots=folder, every=every)
+        return seen
 
     # --- around the loop -----------------------------------------------------------------------
 
     def __enter__(self) -> ElasticAverage:
         """Follow the optimizer's steps from now on."""
+        assert self._method, "a process that serves has none and raises"
         if self._hooks:
             raise ConfigError("this ElasticAverage is entered already: use one `with` at a time")
         self._hooks = [
@@ -219,7 +281,7 @@ class ElasticAverage:
     def close(self) -> None:
         """Leave the other workers; whoever serves a centre waits until they have left, too."""
         atexit.unregister(self.close)
-        if self._is_closed:
+        if self._is_closed or self.is_server:
             return
         self._is_closed = True
         self._method.close()
@@ -253,7 +315,9 @@ class ElasticAverage:
     def metrics(self) -> ExchangeMetrics:
         """Return what this worker has seen of the exchanges so far."""
         metrics = self._method.metrics()
-        seconds = {**self._watch.seconds(metrics.wait_s), **metrics.seconds}
+        spent = metrics.seconds or {"param_dev_dev": metrics.wait_s}
+        own = self._watch.seconds(sum(spent.values()))
+        seconds = {**dict.fromkeys(BREAKDOWN, 0.0), **own, "param_dev_dev": 0.0, **spent}
         return dataclasses.replace(metrics, seconds=seconds)
 
     # --- checkpoints ---------------------------------------------------------------------------

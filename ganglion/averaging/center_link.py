@@ -20,6 +20,7 @@ from torch import Tensor
 from ganglion.averaging.connections import Phone, Store
 from ganglion.averaging.wire import (
     LEAVE,
+    RESTORE,
     RETURN,
     TROUBLE,
     Block,
@@ -62,12 +63,13 @@ class CenterLink:
         self.version = 0
         self.sent_bytes = 0
         self.num_calls = 0
+        self.num_members = 0  # workers that the centre has, as it last said
         self._timeout_s = timeout_s
         self._phone = Phone(store, run_id, worker, shard)
         self._plain = Block(0, dtype)  # for what has no payload
         self._number = 0
         self._asked: tuple[Envelope, bool] | None = None  # what is unanswered
-        self._looks = False
+        self._looks = ""  # what is asked beside the numbered requests: a look, or a restore
         self._early: Answer | None = None  # came while a look was awaited
         self._is_member = False
 
@@ -80,12 +82,13 @@ class CenterLink:
 
     def look(self) -> Tensor:
         """Return the centre as it is; what is in flight stays so."""
-        self._looks = True
-        self._say(self._envelope(LOOK, 0, 0, 0.0), False)
-        try:
-            return self._await(0).payload
-        finally:
-            self._looks = False
+        return self._ask_beside(LOOK)
+
+    def restore(self, center: Tensor) -> None:
+        """Put the centre at `center`; nothing may be in flight, of no worker."""
+        assert self._asked is None, "one request at a time"
+        self.block.payload.copy_(center)
+        self._ask_beside(RESTORE)
 
     def ask(self, kind: str, *, step: int, rate: float = 0.0, with_payload: bool = True) -> None:
         """Send a request, with `block.payload`, which must stay as it is until it is answered."""
@@ -123,6 +126,18 @@ class CenterLink:
             version=self.version,
             rate=rate,
         )
+
+    def _ask_beside(self, kind: str) -> Tensor:
+        """Ask what has no number and may be asked twice; return the centre that comes back."""
+        self._looks = kind
+        self._say_beside()
+        try:
+            return self._await(0).payload
+        finally:
+            self._looks = ""
+
+    def _say_beside(self) -> None:
+        self._say(self._envelope(self._looks, 0, 0, 0.0), self._looks == RESTORE)
 
     def _ask(self, envelope: Envelope, with_payload: bool) -> None:
         self._asked = (envelope, with_payload)
@@ -173,6 +188,7 @@ class CenterLink:
                 f"worker {self.worker} got an answer for worker {answer.envelope.worker}: give "
                 f"every worker a number of its own"
             )
+        self.num_members = answer.envelope.members
         if not (self._looks and answer.envelope.number == 0):
             self._asked = None
             self.version = answer.envelope.version
@@ -188,7 +204,7 @@ class CenterLink:
         if self._asked is not None:
             self._say(*self._asked)
         if self._looks:
-            self._say(self._envelope(LOOK, 0, 0, 0.0), False)
+            self._say_beside()
 
     def _unanswered(self, number: int) -> PeerLost:
         what = f"request {number}" if number else "its call"

@@ -13,6 +13,7 @@ centre is made in the memory of the sum and the force in the memory of the old c
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import torch
@@ -29,12 +30,16 @@ class Center(Protocol):
     flat: Tensor
     sums: Sum | None
     lag: int  # exchanges that `flat` is behind the newest centre
+    host_s: float | None  # spent on a centre in host memory; None if it is elsewhere
 
     def start(self, worker: Tensor) -> None:
         """Begin an exchange of these weights, of which a copy is taken."""
 
     def wait(self) -> None:
         """Return when everything of the exchange has come."""
+
+    def before(self) -> Tensor | None:
+        """Return the centre that the exchange which began last is reckoned from, if it is here."""
 
     def apply(self, worker: Tensor, alpha: float, num_workers: int) -> Tensor:
         """Move the centre; return the force on this worker, valid until the next `start`."""
@@ -47,6 +52,7 @@ class ReplicatedCenter:
 
     def __init__(self, worker: Tensor, sums: Sum, group: Group) -> None:
         """Begin with the centre at `worker`."""
+        self.host_s: float | None = None
         self.flat = allocate(group, worker).copy_(worker)
         self.sums: Sum | None = sums
         self._sums = sums
@@ -59,6 +65,10 @@ class ReplicatedCenter:
     def wait(self) -> None:
         """Return when the sum is there."""
         self._sums.wait()
+
+    def before(self) -> Tensor | None:
+        """Return the centre itself, until it is moved."""
+        return self.flat
 
     def apply(self, worker: Tensor, alpha: float, num_workers: int) -> Tensor:
         """Move the centre to (1 - P alpha) c + alpha * sum; return the force on this worker."""
@@ -102,15 +112,22 @@ class RootCenter:
         self.flat = allocate(group, like).copy_(like)
         self.sums: Sum | None = None
         self.lag = 0 if group.index == 0 else 1
+        self.host_s: float | None = 0.0 if on_host else None
         self._travelling = allocate(group, like)
+        # A broadcast that breaks off must not leave half of it in what may be the last centre.
+        self._coming = self.flat if group.index == 0 else allocate(group, like)
+        self._has_come = False
         self._group, self._bounds, self._meter = group, bounds, meter
         self._handles: list[Handle] = []
 
     def start(self, worker: Tensor) -> None:
         """Begin to broadcast the centre and to sum the weights at the root."""
         self._travelling.copy_(worker)
+        self._has_come = False
+        if self._group.index == 0:
+            self._coming = self.flat
         for begin, end in self._bounds:
-            self._handles.append(self._group.broadcast(self.flat[begin:end], 0))
+            self._handles.append(self._group.broadcast(self._coming[begin:end], 0))
             self._handles.append(self._group.reduce(self._travelling[begin:end], 0))
         self._meter.sent_bytes += self._travelling.nbytes
 
@@ -118,15 +135,24 @@ class RootCenter:
         """Return when the centre is here, and at the root the sum."""
         handles, self._handles = self._handles, []
         self._meter.wait(handles)
+        self._has_come = True
+
+    def before(self) -> Tensor | None:
+        """Return the centre that was broadcast, if all of it has come."""
+        return self._coming if self._has_come else None
 
     def apply(self, worker: Tensor, alpha: float, num_workers: int) -> Tensor:
         """Move the centre at the root; return the force on this worker."""
         worker = worker.to(self.flat.device)
         if self._group.index != 0:
+            self.flat, self._coming = self._coming, self.flat
             return elastic_force(worker, self.flat, alpha, out=self._travelling)
+        start_s = time.perf_counter()
         old, new = self.flat, self._travelling
         new.mul_(alpha).add_(old, alpha=1.0 - num_workers * alpha)
         self.flat, self._travelling = new, _force_in(old, worker, alpha)
+        if self.host_s is not None:
+            self.host_s += time.perf_counter() - start_s
         return self._travelling
 
 

@@ -35,7 +35,7 @@ SERVED_MODES = (ASYNC, ROUND_ROBIN, ASYNC_SGD, HOGWILD, HOGWILD_SGD)
 ALL_MODES = (SYNC, SYNC_SGD, *SERVED_MODES)
 SERVER = "server"
 RATE = ("alpha", "beta", "rho", "amortise", "unsafe")
-_ASYNCHRONOUS = ("center_momentum", "max_staleness")
+_ASYNCHRONOUS = ("center_momentum", "max_staleness", "servers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,7 @@ class Wishes:
     reduction: str = MEAN_OF
     center_momentum: float = 0.0
     max_staleness: int | None = None
+    servers: int = 0
 
     def terms(self) -> str:
         """Return what all workers must have in common; functions cannot be compared."""

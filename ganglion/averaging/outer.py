@@ -106,6 +106,10 @@ class OuterAveraging:
         self.outer = outer([p for part in self._parts for p in part.parameters])
         self._came: dict[int, dict[int, bool]] = {}  # votes by number of exchange, once it is here
 
+    def outer_parameters(self) -> list[nn.Parameter]:
+        """Return the centre as the outer optimizer sees it, in the order of the packed tensors."""
+        return [parameter for part in self._parts for parameter in part.parameters]
+
     def begin_pass(self) -> None:
         """Have nothing to start: exchanges start right after a step."""
 
@@ -139,6 +143,14 @@ class OuterAveraging:
             self._parts[exchange.fragment].sums.discard()
         self._came.clear()
         self.turns.discard()
+
+    def catch_up(self, center: Tensor, version: int, lr: float) -> None:
+        """Take the pull of exchanges that were given up here and applied by others."""
+        missed = self.turns.missed(version)
+        if missed:
+            self._center.copy_(center)
+        for exchange in missed:
+            self._pull(self._parts[exchange.fragment])
 
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""

@@ -38,10 +38,15 @@ class _Served:
         if tau < 1:
             raise ConfigError(f"tau = {tau}: give the steps between two exchanges, 1 or more")
         self._packed, self._center = packed, center
-        self._num_workers, self._tau = num_workers, tau
+        self._num_expected, self._tau = num_workers, tau
         self._num_steps = self._num_exchanges = 0
         self._force_norm = self._distance = 0.0
         self._start_at(center.join())
+
+    @property
+    def _num_workers(self) -> int:
+        """How many workers draw at the centre, those that joined later among them."""
+        return max(self._num_expected, self._center.num_members)
 
     def center(self) -> Tensor:
         """Ask the servers for the centre as it is now."""
@@ -63,7 +68,10 @@ class _Served:
             consensus=self._distance,
             force=self._force_norm,
             max_queue=center.max_queue,
-            seconds={"param_host_dev": center.wait_s},
+            seconds={
+                "param_host_dev": max(0.0, center.wait_s - center.apply_s),
+                "upd_host": min(center.apply_s, center.wait_s),
+            },
         )
 
     def _start_at(self, center: Tensor) -> None:

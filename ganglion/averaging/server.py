@@ -25,6 +25,7 @@ from ganglion.averaging.snapshot import Snapshots
 from ganglion.averaging.wire import (
     LEAVE,
     REPLY,
+    RESTORE,
     RETURN,
     TROUBLE,
     Block,
@@ -145,6 +146,11 @@ class CenterServer:
             if self._snapshots is not None:
                 self._save(self._snapshots)
 
+    def restore(self, center: Tensor) -> None:
+        """Put the centre at `center`, with no memory of how it moved; nobody exchanges now."""
+        self.center.copy_(center)
+        self._rule.load({})
+
     def metrics(self) -> ServerMetrics:
         """Return what was seen so far."""
         books = self.books
@@ -186,6 +192,10 @@ class CenterServer:
             self._readmit(event.caller, envelope)
         elif envelope.kind == LOOK:
             self._show(event.caller, envelope)
+        elif envelope.kind == RESTORE:
+            self._check_whole(envelope, payload)
+            self.restore(payload)
+            self._show(event.caller, envelope)
         else:
             self._admit(_Asked(event.caller, envelope, payload))
 
@@ -198,16 +208,20 @@ class CenterServer:
                 f"worker {worker} sent a {kind}, but the centre serves a {self._rule.kind}: give "
                 f"workers and servers the same method"
             )
-        if is_write and asked.payload.numel() != self._side.numel:
-            raise ProtocolError(
-                f"worker {worker} sent a {kind} of {asked.payload.numel()} elements, but the "
-                f"centre has {self._side.numel}: give both the same model"
-            )
         envelope = asked.envelope
+        if is_write:
+            self._check_whole(envelope, asked.payload)
         self.books.arrive(Request(kind, worker, envelope.number, envelope.version))
         if kind == JOIN:
             self._callers[worker] = asked.caller
         self._pending[worker] = asked
+
+    def _check_whole(self, envelope: Envelope, payload: Tensor) -> None:
+        if payload.numel() != self._side.numel:
+            raise ProtocolError(
+                f"worker {envelope.worker} sent a {envelope.kind} of {payload.numel()} elements, "
+                f"but the centre has {self._side.numel}: give both the same model"
+            )
 
     def _readmit(self, caller: int, envelope: Envelope) -> None:
         """Let a worker that lost its connection go on over a new one."""
@@ -242,12 +256,13 @@ class CenterServer:
         worker, kind = action.request.worker, action.request.kind
         block = self._block_of(worker)
         is_write = isinstance(action, Serve) and kind in WRITES
-        with_payload = True
+        with_payload, apply_s = True, 0.0
         if is_write:
             start_s = time.perf_counter()
             rate = asked.envelope.rate
             with_payload = self._rule.apply(self.center, asked.payload, rate, block.payload)
-            self._apply_s += time.perf_counter() - start_s
+            apply_s = time.perf_counter() - start_s
+            self._apply_s += apply_s
             self._num_exchanges[worker] += 1
         else:
             block.payload.copy_(self.center)
@@ -255,6 +270,7 @@ class CenterServer:
             self._reply_to(asked.envelope, action.version),
             is_refused=isinstance(action, Refuse),
             staleness=action.staleness,
+            apply_s=apply_s,
         )
         self._answered[worker] = _Answered(block, reply, with_payload)
         self._send(asked.caller, self._answered[worker])
@@ -272,8 +288,15 @@ class CenterServer:
         return Block(self._side.numel, self._side.dtype) if known is None else known.block
 
     def _reply_to(self, envelope: Envelope, version: int) -> Envelope:
-        queue = self.books.max_queue
-        return replace(envelope, kind=REPLY, version=version, rate=0.0, queue=queue)
+        books = self.books
+        return replace(
+            envelope,
+            kind=REPLY,
+            version=version,
+            rate=0.0,
+            queue=books.max_queue,
+            members=books.num_shared,
+        )
 
     def _send(self, caller: int, answer: _Answered) -> None:
         envelope = answer.envelope

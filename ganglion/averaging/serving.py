@@ -7,8 +7,8 @@
 | "async_sgd"   | the same, moved by updates        | the same                               |
 | "hogwild", "hogwild_sgd" | one memory of this host | nobody: all write it                   |
 
-Whoever serves stays until all workers have gone; see server.py for centres with a process of
-their own.
+Whoever serves stays until all workers have gone. With `servers`, processes of their own serve
+instead; see server_process.py.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from ganglion.averaging.connections import place_of
 from ganglion.averaging.hogwild import HogwildEasgd, HogwildSgd
 from ganglion.averaging.method import Method
 from ganglion.averaging.packed import Packed
-from ganglion.averaging.rules import Additive, Elastic, Rule
 from ganglion.averaging.served import ServedEasgd, ServedSgd
 from ganglion.averaging.server import CenterServer
+from ganglion.averaging.server_process import (
+    CountingStore,
+    RemoteCenter,
+    order_of,
+    remote_center,
+    rule_of,
+)
 from ganglion.averaging.shards import ShardedCenter, shard_bounds
 from ganglion.averaging.shared_center import SharedCenter
 from ganglion.comm import Group, broadcast_text
 from ganglion.errors import CommError, ConfigError
-from ganglion.schedules.elastic_rates import HOGWILD, ROUND_ROBIN
-from ganglion.schedules.served_exchange import FIRST_COME
-from ganglion.schedules.served_exchange import ROUND_ROBIN as IN_TURN
+from ganglion.schedules.elastic_rates import HOGWILD
 
 _SHARED_FOLDER = Path("/dev/shm")
 
@@ -81,7 +85,7 @@ class _Server:
 
     def restore(self, center: Tensor) -> None:
         end = self._begin + self._server.center.numel()
-        self._server.center.copy_(center[self._begin : end])
+        self._server.restore(center[self._begin : end])
 
     def close(self) -> None:
         self._thread.join(self._timeout_s)
@@ -111,13 +115,27 @@ class _Nothing:
 
 
 def served_method(
-    wishes: Wishes, packed: Packed, group: Group, lr: Callable[[], float], timeout_s: float
+    wishes: Wishes,
+    packed: Packed,
+    group: Group,
+    lr: Callable[[], float],
+    timeout_s: float,
+    store: CountingStore | None = None,
+    listen_on: str | None = None,
 ) -> tuple[Method, Hosting]:
-    """Return the method of an asynchronous mode, and what this worker serves for it."""
+    """Return the method of an asynchronous mode, and what this worker serves for it.
+
+    With a `store`, servers are found through it; else workers serve, at `listen_on` if they have
+    several hosts.
+    """
     _check(wishes, group.size, lr())
     if wishes.mode in (HOGWILD, HOGWILD_SGD):
         return _hogwild(wishes, packed, group), _Nothing()
-    center, hosting = _served(wishes, packed, group, timeout_s)
+    if store is None:
+        center, hosting = _served(wishes, packed, group, timeout_s, listen_on)
+    else:
+        center = remote_center(wishes, packed, group, store, timeout_s)
+        hosting = RemoteCenter(center, group)
     num_workers, tau, overlap = group.size, wishes.tau, wishes.overlap
     if wishes.mode == ASYNC_SGD:
         return ServedSgd(packed, center, num_workers=num_workers, tau=tau), hosting
@@ -141,7 +159,7 @@ def _check(wishes: Wishes, num_workers: int, lr: float) -> None:
 
 
 def _served(
-    wishes: Wishes, packed: Packed, group: Group, timeout_s: float
+    wishes: Wishes, packed: Packed, group: Group, timeout_s: float, listen_on: str | None
 ) -> tuple[ShardedCenter, Hosting]:
     """Start the servers, one on each of the first workers, and tell all where they are."""
     bounds = shard_bounds(packed.numel, _num_shards(wishes, group))
@@ -151,14 +169,15 @@ def _served(
         begin, end = bounds[group.index]
         server = CenterServer(
             packed.gather()[begin:end].to("cpu", copy=True),
-            _rule(wishes, packed.num_trained - begin),
+            rule_of(wishes.mode, wishes.center_momentum, packed.num_trained - begin, end - begin),
             board,
             run_id=run_id,
             num_workers=group.size,
             shard=group.index,
-            order=IN_TURN if wishes.mode == ROUND_ROBIN else FIRST_COME,
+            order=order_of(wishes.mode),
             max_staleness=wishes.max_staleness,
             timeout_s=timeout_s,
+            listen_on=listen_on,
         )
         hosting = _Server(server, begin, timeout_s)
     for shard in range(len(bounds)):
@@ -169,12 +188,6 @@ def _served(
         board, like, run_id=run_id, worker=worker, num_shards=len(bounds), timeout_s=timeout_s
     )
     return center, hosting
-
-
-def _rule(wishes: Wishes, num_trained: int) -> Rule:
-    if wishes.mode == ASYNC_SGD:
-        return Additive(wishes.center_momentum, num_trained=max(0, num_trained))
-    return Elastic()
 
 
 def _num_shards(wishes: Wishes, group: Group) -> int:

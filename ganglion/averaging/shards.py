@@ -60,7 +60,8 @@ class ShardedCenter:
         self.dtype = like.dtype
         self.staleness: Counter[int] = Counter()
         self.num_refused = self.max_queue = 0
-        self.wait_s = self.comm_s = 0.0
+        self.wait_s = self.comm_s = self.apply_s = 0.0
+        self.num_members = 0
         self._asked_s: float | None = None
         self.parts = tuple(
             Part(self._link(store, run_id, worker, shard, end - begin, timeout_s), begin, end)
@@ -74,11 +75,18 @@ class ShardedCenter:
 
     def join(self) -> Tensor:
         """Become a member of every shard; return the centre, where this worker starts."""
-        return torch.cat([part.link.join() for part in self.parts])
+        center = torch.cat([part.link.join() for part in self.parts])
+        self.num_members = max(part.link.num_members for part in self.parts)
+        return center
 
     def look(self) -> Tensor:
         """Return the centre as it is now."""
         return torch.cat([part.link.look() for part in self.parts])
+
+    def restore(self, flat: Tensor) -> None:
+        """Put the centre at `flat`, while nobody exchanges."""
+        for part in self.parts:
+            part.link.restore(flat[part.begin : part.end])
 
     def fill(self, flat: Tensor) -> None:
         """Copy a vector into the messages that are asked next."""
@@ -108,6 +116,8 @@ class ShardedCenter:
         if of_a_write:
             self.staleness[answer.envelope.staleness] += 1
         self.max_queue = max(self.max_queue, answer.envelope.queue)
+        self.num_members = max(part.link.num_members for part in self.parts)
+        self.apply_s += answer.envelope.apply_s
         return answer
 
     def leave(self) -> None:

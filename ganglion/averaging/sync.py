@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ganglion.averaging.centers import Center
+from ganglion.averaging.elastic import elastic_force
 from ganglion.averaging.method import ExchangeMetrics, State
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.sums import Meter, Sum, Votes
@@ -99,11 +100,25 @@ class SyncEasgd:
         self._awaited = None
         self.turns.discard()
 
+    def catch_up(self, center: Tensor, version: int, lr: float) -> None:
+        """Do the worker's half of an exchange that was given up here and applied by others."""
+        for exchange in self.turns.missed(version):
+            worker, before = self._packed.gather(), self._center.before()
+            if before is None:  # it was on its way from the root
+                worker.copy_(center)
+                self._packed.scatter()
+                return
+            alpha = self._rate.checked_alpha(lr, exchange.num_workers, self.turns.tau, SYNC)
+            self._packed.subtract(elastic_force(worker, before.to(worker.device), alpha))
+
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""
         distance = consensus(self._packed.gather(), self._center.flat)
         seen = turns_seen(self.turns, self._meter)
-        return replace(seen, consensus=distance, force=self._force_norm())
+        host_s = self._center.host_s
+        # The paper counts weights that travel to and from the host apart.
+        seconds = {} if host_s is None else {"param_host_dev": seen.wait_s, "upd_host": host_s}
+        return replace(seen, consensus=distance, force=self._force_norm(), seconds=seconds)
 
     def state_dict(self) -> State:
         """Return the centre and the counts; what is in flight starts again after a resume."""

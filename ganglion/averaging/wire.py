@@ -21,17 +21,17 @@ from torch import Tensor
 from ganglion.errors import ConfigError, ProtocolError
 from ganglion.schedules.served_exchange import EXCHANGE, JOIN, LOOK, PULL, PUSH
 
-RETURN, LEAVE, REPLY, TROUBLE = "return", "leave", "reply", "trouble"
+RETURN, LEAVE, REPLY, TROUBLE, RESTORE = "return", "leave", "reply", "trouble", "restore"
 
 HEADER_BYTES = 128  # a multiple of the cache line: the payload behind it is aligned
 MAX_RUN_ID = 16
-_MAGIC, _FORMAT = b"GNEA", 1
+_MAGIC, _FORMAT = b"GNEA", 2
 # The order of kinds and dtypes is the wire's: new ones go to the end.
-_KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE, RETURN, LEAVE, REPLY, TROUBLE)
+_KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE, RETURN, LEAVE, REPLY, TROUBLE, RESTORE)
 _DTYPES = (torch.float32, torch.float64, torch.uint8)
 # magic, format, kind, dtype, refused, run, worker, shard, number, step, version, elements, rate,
-# staleness, queue
-_FIELDS = struct.Struct("<4sBBBB16siiqqqqdqi")
+# staleness, queue, members, seconds of the update
+_FIELDS = struct.Struct("<4sBBBB16siiqqqqdqiid")
 _CHECKSUM = struct.Struct("<I")
 _CHECKSUM_AT = HEADER_BYTES - _CHECKSUM.size
 
@@ -42,7 +42,7 @@ class Envelope:
 
     A request has the `step` of the worker, the `version` of the centre it saw last and the `rate`
     of its force; a reply has the version of the centre it brings, whether the request was refused,
-    and how stale it was.
+    how stale it was, how many workers the centre has, and how long it took to move it.
     """
 
     kind: str
@@ -56,6 +56,8 @@ class Envelope:
     is_refused: bool = False
     staleness: int = 0
     queue: int = 0
+    members: int = 0
+    apply_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Block:
             envelope.rate,
             envelope.staleness,
             envelope.queue,
+            envelope.members,
+            envelope.apply_s,
         )
         _CHECKSUM.pack_into(self._memory, _CHECKSUM_AT, _checksum(self._memory[:size]))
         return self._bytes[:size]
@@ -142,7 +146,7 @@ def open_block(data: Tensor, here: Side, worker: int | None) -> tuple[Envelope, 
     if (magic, form) != (_MAGIC, _FORMAT) or kind >= len(_KINDS) or dtype >= len(_DTYPES):
         raise _wrong(here, worker, f"header {bytes(memory[:8]).hex(' ')}", "a header of Ganglion")
     found = run.rstrip(b"\0").decode("ascii", "replace")
-    sender, shard, number, step, version, numel, rate, staleness, queue = numbers
+    sender, shard, number, step, version, numel, rate, staleness, queue, members, apply_s = numbers
     envelope = Envelope(
         kind=_KINDS[kind],
         run_id=found,
@@ -155,6 +159,8 @@ def open_block(data: Tensor, here: Side, worker: int | None) -> tuple[Envelope, 
         is_refused=bool(refused),
         staleness=staleness,
         queue=queue,
+        members=members,
+        apply_s=apply_s,
     )
     worker = sender if worker is None else worker
     _check_sides(envelope, here, worker)

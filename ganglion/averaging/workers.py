@@ -4,17 +4,21 @@ With `inner` = 2 and four processes, ranks 0, 1 are worker 0, and ranks 2, 3 are
 
     inside    [0 1] [2 3]       axis x of the mesh: neighbours
     between   [0 2] [1 3]       axis data
+
+Processes that serve the centre come last and are in none of these groups.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ganglion.averaging.tree import TreeGroup
 from ganglion.comm import Group, World, open_world
-from ganglion.errors import LayoutError
-from ganglion.topology import Mesh, read_launch
+from ganglion.errors import ConfigError, LayoutError
+from ganglion.topology import Launch, Mesh, read_launch
 
 _USE = "averaging"
 
@@ -53,9 +57,13 @@ def meet(
     inner: int,
     deterministic: bool,
     timeout_s: float,
+    servers: int = 0,
 ) -> Workers:
-    """Return the workers of `world`, or of those that the launcher started with this one."""
-    met = _open(environment, inner, timeout_s) if world is None else world
+    """Return the workers of `world`, or of those that the launcher started with this one.
+
+    The last `servers` of these are no workers.
+    """
+    met = _open(environment, inner, timeout_s, servers) if world is None else world
     if met.mesh.x != inner:
         raise LayoutError(
             f"inner = {inner} processes a worker, but the world has x = {met.mesh.x}: make it with "
@@ -67,12 +75,42 @@ def meet(
     return Workers(met, met.everyone(), met.group("x", use=_USE), between, world is None)
 
 
-def _open(environment: Mapping[str, str], inner: int, timeout_s: float) -> World:
-    launch = read_launch(environment)
-    if inner < 1 or launch.num_ranks % inner:
+def server_place(launch: Launch, servers: int) -> int | None:
+    """Return which server a process is, as it was started; None if it is a worker."""
+    num_workers = launch.num_ranks - servers
+    if num_workers < 1:
         raise LayoutError(
-            f"inner = {inner} does not divide the {launch.num_ranks} processes that were started: "
+            f"servers = {servers} of the {launch.num_ranks} processes that were started leave no "
+            f"worker: start {servers} more than you want workers"
+        )
+    if launch.launcher == "mpiexec":
+        raise ConfigError(
+            f"servers = {servers} need a store to meet at, which mpiexec does not give: start the "
+            f"processes with torchrun or srun, or leave servers out"
+        )
+    return launch.rank - num_workers if launch.rank >= num_workers else None
+
+
+def own_address(launch: Launch) -> str | None:
+    """Return where other hosts can reach this process; None if all are on one host.
+
+    It is the address that this host has on the way to the one where all meet.
+    """
+    if launch.local_num_ranks >= launch.num_ranks:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((launch.master_addr, launch.master_port or 1))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _open(environment: Mapping[str, str], inner: int, timeout_s: float, servers: int) -> World:
+    launch = read_launch(environment)
+    num_ranks = launch.num_ranks - servers
+    if inner < 1 or num_ranks % inner:
+        raise LayoutError(
+            f"inner = {inner} does not divide the {num_ranks} processes that were started: "
             f"start a multiple of {max(1, inner)}"
         )
-    mesh = Mesh(data=launch.num_ranks // inner, x=inner)
-    return open_world(launch, mesh, timeout_s=timeout_s)
+    mesh = Mesh(data=num_ranks // inner, x=inner)
+    among = dataclasses.replace(launch, num_ranks=num_ranks)
+    return open_world(among, mesh, timeout_s=timeout_s, meets_alone=servers > 0)

@@ -99,7 +99,7 @@ def compare(folder: Path, plan: Plan) -> Comparison:
     stage_map = planned_stage_map(plan)
     learned = [event for event in events if first <= event.step < first + NUM_LEARNED]
     times = measured_times(learned, plan, stage_map)
-    places = {rank: plan.mesh().coordinates(rank).pipe for rank in range(plan.num_ranks)}
+    places = {rank: plan.mesh().coordinates(rank).pipe for rank in range(plan.mesh().num_ranks)}
     return Comparison(
         schedule=plan.schedule,
         first_step=window.first + 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ganglion import trace
 from ganglion.config import RunFile, expected_shape, load_run_file, read_toml, resolve
+from ganglion.config.schema import AveragingSection
 from ganglion.config.shapes import ConvShape, GPTShape
 from ganglion.costs import (
     BlockCost,
@@ -41,6 +42,7 @@ from ganglion.simulator import (
     simulate_plan,
     with_collectives,
 )
+from ganglion.simulator.averaging_plan import AveragingFigures, average_plan, without_sums
 from ganglion.trace.event import Event
 from ganglion.units import MIB, format_bytes, format_time
 
@@ -83,16 +85,17 @@ class SimulateFigures:
     message_bytes: list[int]
     reduce_s: list[float]
     collective_s: list[float]
+    averaging: AveragingFigures | None = None
 
 
 def simulate_command(request: SimulateRequest, *, trace_file: Path | None, as_json: bool) -> None:
     """Simulate, print figures as a table or JSON, and write the trace if asked."""
     cluster = find_cluster(request.cluster)
-    plan, times = _plan_and_times(request, cluster)
-    _refuse_averaging(plan)
+    plan, times, section = _plan_and_times(request, cluster)
+    _check_averaging(request, plan)
     result = simulate_plan(
         plan,
-        times,
+        without_sums(times) if plan.averages else times,
         cluster,
         num_steps=request.steps,
         disturbances=_disturbances(request, plan),
@@ -100,6 +103,8 @@ def simulate_command(request: SimulateRequest, *, trace_file: Path | None, as_js
     )
     events = result.simulation.events(result.global_rank)
     figures = _figures(result, times, events)
+    if plan.averages:
+        figures = _averaged(figures, plan, times, cluster, section, request.seed)
     if trace_file is not None:
         trace.write_trace(events, trace_file, title=f"{request.file.stem} on {cluster.name}")
     if as_json:
@@ -108,8 +113,13 @@ def simulate_command(request: SimulateRequest, *, trace_file: Path | None, as_js
     _print(figures, plan, cluster, trace_file)
 
 
-def _plan_and_times(request: SimulateRequest, cluster: Cluster) -> tuple[Plan, list[StageTimes]]:
-    """Return the plan, and times from the cluster's [stages] or else from the model."""
+def _plan_and_times(
+    request: SimulateRequest, cluster: Cluster
+) -> tuple[Plan, list[StageTimes], AveragingSection]:
+    """Return the plan, times from the cluster's [stages] or else from the model, and [averaging].
+
+    A plan file does not know the last; what a run file has by itself is taken then.
+    """
     file = request.file
     if file.suffix == ".json":
         plan = Plan.from_json(_text(file), str(file))
@@ -124,12 +134,12 @@ def _plan_and_times(request: SimulateRequest, cluster: Cluster) -> tuple[Plan, l
                 f"instead, or write the times as [stages] into {cluster.source}"
             )
         check_planned(plan)
-        return plan, stage_times_from_file(cluster, plan.pipe, plan)
+        return plan, stage_times_from_file(cluster, plan.pipe, plan), AveragingSection()
     run = load_run_file(read_toml(file), (), str(file))
     plan = resolve(run, request.nproc or num_cluster_ranks(run, cluster))
     if cluster.stages is not None:
-        return plan, stage_times_from_file(cluster, plan.pipe, plan)
-    return plan, _model_times(run, plan, cluster, file)
+        return plan, stage_times_from_file(cluster, plan.pipe, plan), run.averaging
+    return plan, _model_times(run, plan, cluster, file), run.averaging
 
 
 def _model_times(run: RunFile, plan: Plan, cluster: Cluster, file: Path) -> list[StageTimes]:
@@ -147,7 +157,7 @@ def _model_times(run: RunFile, plan: Plan, cluster: Cluster, file: Path) -> list
             layer_times([layers[number] for number in mine], plan, cluster, pipe),
             plan.num_microbatches,
             overlap,
-            recompute=plan.recompute == "full",
+            recompute=plan.recompute != "none",
         )
         for pipe, (one, mine) in enumerate(zip(times, held_blocks(blocks, plan, held), strict=True))
     ]
@@ -176,12 +186,36 @@ def _overlap(run: RunFile, plan: Plan) -> TensorOverlap:
     )
 
 
-def _refuse_averaging(plan: Plan) -> None:
-    if plan.averages:
+def _check_averaging(request: SimulateRequest, plan: Plan) -> None:
+    plan.require_built()
+    if plan.averages and (request.pauses or request.slow):
+        option = "--pause" if request.pauses else "--slow"
         raise NotBuiltError(
-            f"averaging.method = {plan.averaging!r} is not simulated yet: set averaging.method = "
-            f"'none' to see the pipeline, whose replicas then sum their gradients"
+            f"{option} is not simulated with averaging.method = {plan.averaging!r}, where one "
+            f"worker stands for all: leave it out, or set averaging.method = 'none'"
         )
+
+
+def _averaged(
+    figures: SimulateFigures,
+    plan: Plan,
+    times: Sequence[StageTimes],
+    cluster: Cluster,
+    section: AveragingSection,
+    seed: int,
+) -> SimulateFigures:
+    """Return the figures of a run whose worker alone has `figures`."""
+    found = average_plan(
+        plan,
+        times,
+        cluster,
+        figures.step_s,
+        tau=section.tau,
+        overlap=section.overlap,
+        seed=seed,
+    )
+    none = [0.0] * len(figures.reduce_s)
+    return replace(figures, step_s=found.step_s, averaging=found, reduce_s=none)
 
 
 def _text(file: Path) -> str:
@@ -195,7 +229,7 @@ def num_cluster_ranks(run: RunFile, cluster: Cluster) -> int | None:
     """Return the ranks of a cluster that says how many it has; a plan must fill them all."""
     if cluster.num_nodes is None:
         return None
-    num_ranks = cluster.num_nodes * cluster.ranks_per_node
+    num_ranks = cluster.num_nodes * cluster.ranks_per_node - run.averaging.servers
     parallel = run.parallel
     needed = parallel.pipe * parallel.x * parallel.y * parallel.z
     if parallel.data != "auto":
@@ -206,7 +240,7 @@ def num_cluster_ranks(run: RunFile, cluster: Cluster) -> int | None:
             f"{cluster.ranks_per_node} = {num_ranks} ranks, which layouts of {needed} ranks "
             f"(parallel.data * pipe * x * y * z) do not fill: change either"
         )
-    return num_ranks if parallel.data == "auto" else None
+    return num_ranks + run.averaging.servers if parallel.data == "auto" else None
 
 
 def _blocks(run: RunFile, plan: Plan, file: Path) -> list[BlockCost]:
@@ -340,8 +374,25 @@ def _print(figures: SimulateFigures, plan: Plan, cluster: Cluster, trace_file: P
             str(figures.peak_live[rank]),
         )
     console.print(table)
+    if figures.averaging is not None:
+        _print_averaging(console, figures.averaging)
     if trace_file is not None:
         console.print(f"trace written to {trace_file}", highlight=False)
+
+
+def _print_averaging(console: Console, found: AveragingFigures) -> None:
+    served = f", {found.servers} server{_s(found.servers)}" if found.servers else ""
+    console.print(
+        f"{found.method}, {found.num_workers} worker{_s(found.num_workers)}{served}: an exchange "
+        f"of {format_bytes(found.exchange_bytes)} takes {format_time(found.exchange_s)} every "
+        f"{found.tau} step{_s(found.tau)}, {format_time(found.exposed_s)} of it exposed "
+        f"({found.exposed_share:.1%} of all time); a step without: "
+        f"{format_time(found.worker_step_s)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if found.mean_staleness:
+        console.print(f"mean staleness {found.mean_staleness:.2f} versions", highlight=False)
 
 
 def _s(count: int) -> str:

@@ -37,6 +37,7 @@ from ganglion.train import (
     train,
     with_saved_cut,
 )
+from ganglion.train.servers import serve_centers, workers_of
 
 if TYPE_CHECKING:
     from ganglion.cli.train import TrainOptions
@@ -63,6 +64,8 @@ def train_in_folder(
             "rank %d of %d, started by %s, %d threads, plan %s",
             *(launch.rank, launch.num_ranks, launch.launcher, torch.get_num_threads(), plan),
         )
+        if world is None and serve_centers(plan, launch, file.train.timeout_s):
+            return stop.exit_code
         world = world or _open_world(file, plan, launch)
         if resume:
             plan = with_saved_cut(plan, folder / CHECKPOINTS, world)
@@ -79,7 +82,13 @@ def train_in_folder(
 
 def _open_world(file: RunFile, plan: Plan, launch: Launch) -> World:
     transport = file.parallel.transport
-    return open_world(launch, plan.mesh(), timeout_s=file.train.timeout_s, transport=transport)
+    return open_world(
+        workers_of(launch, plan),
+        plan.mesh(),
+        timeout_s=file.train.timeout_s,
+        transport=transport,
+        meets_alone=plan.servers > 0,
+    )
 
 
 @record
@@ -87,6 +96,8 @@ def train_under_launcher(
     file: RunFile, plan: Plan, name: str, launch: Launch, options: TrainOptions
 ) -> int:
     """Train as one of the processes that torchrun or srun started; rank 0 makes the folder."""
+    if serve_centers(plan, launch, file.train.timeout_s):
+        return 0
     world = _open_world(file, plan, launch)
     folder = Path(_agree_on_folder(world, file, plan, name, options.resume))
     code = train_in_folder(folder, launch, resume=options.resume, world=world)

@@ -5,7 +5,7 @@ from ganglion.comm.collectives import MAX, SUM, Done, Group, Handle, SoloGroup
 from ganglion.comm.local import run_threads
 from ganglion.comm.local_transport import Faults, LocalMail
 from ganglion.comm.message import Arrival, Header
-from ganglion.comm.rendezvous import open_world, torch_world
+from ganglion.comm.rendezvous import open_store, open_world, torch_world
 from ganglion.comm.traced import labelled, plain_group
 from ganglion.comm.transport import Transport
 from ganglion.comm.world import World, broadcast_tensor, broadcast_text
@@ -27,6 +27,7 @@ __all__ = [
     "broadcast_tensor",
     "broadcast_text",
     "labelled",
+    "open_store",
     "open_world",
     "plain_group",
     "run_threads",

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ganglion.comm.choice import AUTO, MPI
 from ganglion.comm.collectives import SoloGroup
@@ -18,9 +19,17 @@ from ganglion.topology import Launch, Mesh
 
 
 def open_world(
-    launch: Launch, mesh: Mesh, *, timeout_s: float = 300.0, transport: str = AUTO
+    launch: Launch,
+    mesh: Mesh,
+    *,
+    timeout_s: float = 300.0,
+    transport: str = AUTO,
+    meets_alone: bool = False,
 ) -> World:
-    """Meet the other ranks and return the world of `mesh`; one process needs no meeting."""
+    """Meet the other ranks and return the world of `mesh`.
+
+    One process needs no meeting, unless others `open_store` where it `meets_alone`.
+    """
     if launch.num_ranks != mesh.num_ranks:
         raise LayoutError(
             f"the plan needs {mesh.num_ranks} processes, but {launch.num_ranks} were started "
@@ -38,11 +47,28 @@ def open_world(
             f'parallel.transport = "mpi", but {launch.launcher} started this process: start it '
             f'with mpiexec, or set parallel.transport = "auto"'
         )
-    if launch.num_ranks == 1 and not dist.is_initialized():
+    if launch.num_ranks == 1 and not meets_alone and not dist.is_initialized():
         return World(0, mesh, lambda axes: SoloGroup(0))
     if not dist.is_initialized():
         _meet(launch, timeout_s)
     return torch_world(launch.rank, mesh, timeout_s, transport=transport)
+
+
+def open_store(launch: Launch, timeout_s: float) -> Store:
+    """Return the store at which the processes of `launch` meet, also for those outside the world.
+
+    Whoever is first in the world must have met, or a launcher must keep the store.
+    """
+    try:
+        store = TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError) as error:
+        raise _unmet(launch, error) from error
+    return PrefixStore(f"ganglion/attempt {launch.attempt}", store)
 
 
 def torch_world(

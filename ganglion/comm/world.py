@@ -93,18 +93,24 @@ class World:
         """Return when every rank has arrived."""
         self.everyone().barrier()
 
-    def gather_numbers(self, numbers: list[float]) -> Tensor:
-        """Return every rank's numbers as a (ranks, numbers) table of doubles on the host."""
-        handle, table = self.start_gather(numbers)
+    def gather_numbers(self, numbers: list[float], among: Group | None = None) -> Tensor:
+        """Return every rank's numbers as a (ranks, numbers) table of doubles on the host.
+
+        Every rank is one of this world, or of the group `among` which they are gathered.
+        """
+        handle, table = self.start_gather(numbers, among)
         handle.wait()
         return table
 
-    def start_gather(self, numbers: list[float]) -> tuple[Handle, Tensor]:
+    def start_gather(
+        self, numbers: list[float], among: Group | None = None
+    ) -> tuple[Handle, Tensor]:
         """Start to gather every rank's numbers; return the handle and the table to be filled."""
+        group = self.everyone() if among is None else among
         mine = torch.tensor(numbers, dtype=torch.float64)
-        table = torch.empty(self.num_ranks * len(numbers), dtype=torch.float64)
-        handle = self.everyone().all_gather(table, mine)
-        return handle, table.view(self.num_ranks, len(numbers))
+        table = torch.empty(group.size * len(numbers), dtype=torch.float64)
+        handle = group.all_gather(table, mine)
+        return handle, table.view(group.size, len(numbers))
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank, without pickling."""

@@ -191,10 +191,25 @@ class TraceSection(Section):
 class AveragingSection(Section):
     """Replicas as workers of elastic averaging."""
 
-    method: Literal["none", "sync_easgd", "local_sgd"] = Field(
+    method: Literal[
+        "none",
+        "sync_easgd",
+        "local_sgd",
+        "slow_momentum",
+        "diloco",
+        "original_easgd",
+        "async_easgd",
+        "async_measgd",
+        "async_sgd",
+        "async_msgd",
+        "hogwild_easgd",
+        "hogwild_sgd",
+    ] = Field(
         "none",
         description='"none": replicas sum their gradients at every step; "sync_easgd": each trains '
-        'by itself and is drawn to a centre; "local_sgd": all go to their mean',
+        'by itself and is drawn to a centre; "local_sgd": all go to their mean; "slow_momentum", '
+        '"diloco": the mean moves with momentum; original_, async_ and hogwild_: workers exchange '
+        "with a centre one by one and wait for nobody",
     )
     tau: int = Field(10, ge=1, description="steps between two exchanges")
     beta: float = Field(
@@ -206,7 +221,21 @@ class AveragingSection(Section):
     rho: float = Field(0.0, ge=0, description="alpha / learning rate; 0: not given")
     unsafe: bool = Field(False, description="allow beta above 1")
     overlap: bool = Field(True, description="exchange while forward and backward compute")
-    servers: int = Field(0, ge=0, description="reserved: processes that hold the centre")
+    outer_lr: float = Field(
+        0.0, ge=0, description="slow_momentum, diloco: rate of the centre; 0: 1 and 0.7"
+    )
+    outer_momentum: float = Field(
+        0.0, ge=0, lt=1, description="slow_momentum, diloco: of the centre; 0: 0.5 and 0.9"
+    )
+    center_momentum: float = Field(
+        0.0, ge=0, lt=1, description="async_msgd: momentum at the centre; 0: 0.9"
+    )
+    max_staleness: int = Field(
+        0, ge=0, description="versions of the centre a late write may have missed; 0: 4 a worker"
+    )
+    servers: int = Field(
+        0, ge=0, description="async_, original_: processes that hold the centre; 0: worker 0 does"
+    )
 
 
 class MemorySection(Section):

@@ -125,7 +125,12 @@ class ServedCenter:
         """How many versions behind a push may be."""
         if self._max_staleness is not None:
             return self._max_staleness
-        return STALENESS_PER_WORKER * max(self.num_workers, len(self.members))
+        return STALENESS_PER_WORKER * self.num_shared
+
+    @property
+    def num_shared(self) -> int:
+        """How many workers draw at the centre: those that were expected, or more if more came."""
+        return max(self.num_workers, len(self.members))
 
     @property
     def awaited(self) -> int | None:

@@ -68,6 +68,7 @@ class SyncExchange:
         self._in_flight: list[Exchange] = []
         self._started_here: set[int] = set()  # fragments, at the present step
         self._next_members: tuple[int, ...] | None = None
+        self._given_up: tuple[Exchange, ...] = ()
 
     @property
     def in_flight(self) -> tuple[Exchange, ...]:
@@ -121,7 +122,15 @@ class SyncExchange:
         """Give up what is in flight, because its group is gone; this step's turns come again."""
         self._started_here -= {e.fragment for e in self._in_flight if e.step == self.step}
         self.num_discarded += len(self._in_flight)
+        self._given_up = self.in_flight or self._given_up
         self._in_flight.clear()
+
+    def missed(self, version: int) -> tuple[Exchange, ...]:
+        """Return what was given up here and applied by another worker, which has `version`.
+
+        All votes of an exchange may have reached some workers when a member dies, and not others.
+        """
+        return self._given_up[: max(0, version - self.version)]
 
     def move_to(self, step: int, version: int) -> None:
         """Stand where another worker stands, with nothing in flight."""
@@ -146,6 +155,7 @@ class SyncExchange:
     def _start(self, fragment: int, due: int) -> Exchange:
         exchange = Exchange(self._num_started, fragment, self.step, due, self.members)
         self._num_started += 1
+        self._given_up = ()
         self._started_here.add(fragment)
         self._in_flight.append(exchange)
         return exchange

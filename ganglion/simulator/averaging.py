@@ -65,7 +65,7 @@ def simulate_averaging(
 ) -> AveragingSimulation:
     """Return what the method `name` does with `num_batches` mini-batches, of all workers together.
 
-    `tau` steps lie between two exchanges of synchronous workers; others exchange in every step.
+    `tau` steps lie between two exchanges of a worker; Original EASGD exchanges in every step.
     `is_packed` overrules how the method sends its weights.
     """
     method = _checked(name, num_workers, num_batches, tau)
@@ -83,7 +83,7 @@ def simulate_averaging(
         return together.run(name, num_batches)
     if method.order == ORDERED:
         return RoundRobin(costs, num_workers, packed, method.overlaps).run(name, num_batches)
-    served = Served(costs, num_workers, packed, method.is_elastic, method.has_lock)
+    served = Served(costs, num_workers, packed, method.is_elastic, method.has_lock, tau)
     return served.run(name, num_batches)
 
 
@@ -96,8 +96,11 @@ def _checked(name: str, num_workers: int, num_batches: int, tau: int) -> Averagi
             f"num_workers = {num_workers}, num_batches = {num_batches} and tau = {tau} must be 1 "
             f"or more"
         )
-    if tau > 1 and method.order != TOGETHER:
-        raise ConfigError(f"tau = {tau} is simulated for synchronous methods only: leave it at 1")
+    if tau > 1 and method.order == ORDERED:
+        raise ConfigError(
+            f"tau = {tau}: Original EASGD lets one worker compute at a time, and exchange each "
+            f"time: leave it at 1"
+        )
     if method.order == TOGETHER and num_batches % num_workers:
         raise ConfigError(
             f"num_batches = {num_batches} leaves some of {num_workers} synchronous workers "

@@ -115,8 +115,10 @@ class Served:
         is_packed: bool,
         is_elastic: bool,
         has_lock: bool,
+        tau: int = 1,
     ) -> None:
-        """Begin at time 0."""
+        """Begin at time 0; a worker exchanges in one of `tau` steps."""
+        self._tau = tau
         self._costs, self._is_elastic, self._has_lock = costs, is_elastic, has_lock
         self._weights_s = costs.weights_s(is_packed)
         self._center = _Center(num_workers, FIRST_COME)
@@ -161,7 +163,24 @@ class Served:
         self._ends_s[worker] = now_s + data_s + pass_s
         if worker == 0:
             self._books.spend(data_host_dev=data_s, fwd_bwd=pass_s)
-        self._plan(now_s if self._is_elastic else self._ends_s[worker], _ASKED, worker)
+        if self._has_turn(self._steps[worker]):
+            self._plan(now_s if self._is_elastic else self._ends_s[worker], _ASKED, worker)
+        else:
+            self._step_alone(worker)
+
+    def _has_turn(self, step: int) -> bool:
+        """Say whether a step exchanges: elastic workers before it, others after it."""
+        return (step if self._is_elastic else step + 1) % self._tau == 0
+
+    def _step_alone(self, worker: int) -> None:
+        """End a step without an exchange."""
+        done_s = self._ends_s[worker] + self._costs.update_s
+        if worker == 0:
+            self._books.spend(upd_dev=self._costs.update_s)
+        step = AveragingEvent(done_s, STEP, worker, self._steps[worker], self._seen[worker])
+        self._books.events.append(step)
+        self._steps[worker] += 1
+        self._plan(done_s, _BEGIN, worker)
 
     def _asked(self, now_s: float, worker: int) -> None:
         update_s = self._costs.host_center_s

@@ -35,6 +35,7 @@ class Launch:
     master_addr: str = ""
     master_port: int = 0
     launcher: str = "alone"
+    attempt: int = 0  # how often all processes were started again
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -60,6 +61,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launch:
         master_addr=_text(environment, "MASTER_ADDR"),
         master_port=_number(environment, "MASTER_PORT"),
         launcher="torchrun",
+        attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 

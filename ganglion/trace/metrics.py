@@ -13,8 +13,9 @@ class StepMetrics:
     """One step; `step` counts finished updates, so the first record has step 1.
 
     `val_loss` is present only on steps that evaluated; under elastic averaging it is that of the
-    centre, and three numbers of worker 0 come with each step: exchanges so far, its distance from
-    the centre as a share of the centre's norm, and the seconds it has waited for exchanges. Under
+    centre, and numbers of worker 0 come with each step: exchanges so far, its distance from the
+    centre as a share of the centre's norm, the seconds it has waited for exchanges, and how many of
+    its writes had missed 0, 1, 2 ... versions of the centre (`staleness`). Under
     fp16 each step tells its loss scale and whether an overflow let it be skipped.
     """
 
@@ -29,6 +30,7 @@ class StepMetrics:
     exchanges: int | None = None
     consensus: float | None = None
     exchange_wait_s: float | None = None
+    staleness: list[int] | None = None
     loss_scale: float | None = None
     skipped: bool | None = None
 
@@ -38,8 +40,8 @@ class StepMetrics:
         return json.dumps({key: _finite(value) for key, value in known.items()})
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | list[int]) -> float | list[int] | None:
+    return value if isinstance(value, list) or math.isfinite(value) else None
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:

@@ -28,6 +28,7 @@ from ganglion.topology import TENSOR_AXES, Coordinates
 from ganglion.train.averaged import average
 from ganglion.train.cutting import Stages, cut_model, serial_names
 from ganglion.train.device import peak_bytes
+from ganglion.train.drifting import agreeing
 from ganglion.train.exchange import Exchange
 from ganglion.train.learning_rate import RateSetter
 from ganglion.train.making_updates import make_update, store_weights
@@ -250,7 +251,11 @@ def _executor(
     stage_map = schedule.stage_map
     last = StageAt(stage_map.num_stages - 1, stage_map.rank_of(stage_map.num_stages - 1))
     exchange = Exchange(
-        request.world, own_numbers, loss_pipe=last.pipe, by_replica=request.plan.averages
+        request.world,
+        own_numbers,
+        loss_pipe=last.pipe,
+        by_replica=request.plan.averages,
+        among=agreeing(world, request.plan),
     )
     worker = StageWorker(parts, exchange, transport, set_rate, request.judge, splitting.weights)
     engine = Engine(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ganglion.comm import Handle, World
+from ganglion.comm import Group, Handle, World
 
 
 @dataclass(slots=True)
@@ -32,21 +32,23 @@ class Exchange:
         *,
         loss_pipe: int,
         by_replica: bool = False,
+        among: Group | None = None,
     ) -> None:
         """Exchange over all ranks; the losses are at pipe coordinate `loss_pipe`.
 
         `own_numbers` gives (asked to stop, bytes of memory). Replicas hold the same gradients,
-        unless each has its own, `by_replica`.
+        unless each has its own, `by_replica`. With a group `among`, the ranks of it are all.
         """
         self._world = world
         # Made now: ranks meet to make a group, and in a pipeline they are never at the same place.
-        world.everyone()
+        self._among = world.everyone() if among is None else among
         self._own_numbers = own_numbers
         self._tables: dict[int, _Table] = {}
-        coordinates = [world.mesh.coordinates(rank) for rank in range(world.num_ranks)]
-        replicas = range(world.mesh.data if by_replica else 1)
+        coordinates = [world.mesh.coordinates(rank) for rank in self._among.ranks]
+        known = sorted({at.data for at in coordinates})
+        replicas = known if by_replica else known[:1]
         self._replicas = [[r for r, at in enumerate(coordinates) if at.data == d] for d in replicas]
-        self._own = world.coordinates.data if by_replica else 0
+        self._own = replicas.index(world.coordinates.data) if by_replica else 0
         self._with_loss = [rank for rank, at in enumerate(coordinates) if at.pipe == loss_pipe]
 
     def is_started(self, step: int) -> bool:
@@ -55,7 +57,9 @@ class Exchange:
 
     def start(self, step: int, loss: float, square_norm: float) -> None:
         """Put this rank's numbers of a step in."""
-        handle, rows = self._world.start_gather([loss, square_norm, *self._own_numbers()])
+        handle, rows = self._world.start_gather(
+            [loss, square_norm, *self._own_numbers()], self._among
+        )
         self._tables[step] = _Table(handle, rows)
 
     def is_done(self, step: int) -> bool:

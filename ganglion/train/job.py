@@ -232,6 +232,10 @@ def _averaging(section: AveragingSection) -> AveragingSettings:
         tau=section.tau,
         overlap=section.overlap,
         unsafe=section.unsafe,
+        outer_lr=section.outer_lr or None,
+        outer_momentum=section.outer_momentum or None,
+        center_momentum=section.center_momentum or None,
+        max_staleness=section.max_staleness or None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ganglion.trace import StepMetrics
@@ -33,7 +33,8 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
     for result in run.steps(batches, until=job.last_step, drain_at=job.is_milestone):
         step_s = watch.step_s(result.finished_s)
         last = result.step == job.last_step
-        interrupted = result.stop_requested and not last
+        # Drifting workers hear of a stop at different steps, and must do the same then.
+        interrupted = result.stop_requested and (run.plan.drifts or not last)
         # Who asked to stop is waiting: save at once, and leave the evaluation out.
         val_loss = None if interrupted else _evaluate_if_due(job, result.step, last)
         metrics = _metrics(job, result, step_s, val_loss)
@@ -74,9 +75,15 @@ def _metrics(job: Job, result: StepResult, step_s: float, val_loss: float | None
         exchanges=None if seen is None else seen.num_exchanges,
         consensus=None if seen is None else seen.consensus,
         exchange_wait_s=None if seen is None else seen.wait_s,
+        staleness=None if seen is None else _counts(seen.staleness),
         loss_scale=result.loss_scale,
         skipped=None if result.loss_scale is None else result.skipped,
     )
+
+
+def _counts(histogram: Mapping[int, int]) -> list[int]:
+    """Return how often each number came, from 0 to the greatest."""
+    return [histogram.get(number, 0) for number in range(max(histogram, default=-1) + 1)]
 
 
 def _save(job: Job) -> None:

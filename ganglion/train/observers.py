@@ -39,6 +39,8 @@ class TensorBoardObserver:
     def on_step(self, metrics: StepMetrics) -> None:
         """Write one point of every curve."""
         for name, value in asdict(metrics).items():
+            if isinstance(value, list):  # counts of 0, 1, 2 ...
+                value = sum(n * count for n, count in enumerate(value)) / max(1, sum(value))
             if value is not None and name != "step":
                 self._writer.add_scalar(name, value, metrics.step)
 

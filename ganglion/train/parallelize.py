@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ganglion.averaging.workers import own_address
 from ganglion.comm import World, open_world
 from ganglion.config import check_error_feedback
 from ganglion.config.precision_checks import check_precision, verdict_delay
@@ -39,9 +40,10 @@ from ganglion.tensor import TensorSettings
 from ganglion.topology import AXES, ModelCuts, read_launch
 from ganglion.trace import Recorder
 from ganglion.train.assemble import assemble
-from ganglion.train.averaged import AveragingSettings, average
+from ganglion.train.averaged import AveragingSettings, all_are_made, average
 from ganglion.train.block_costs import Sample, agreed_costs, guessed_costs, measured_costs
 from ganglion.train.device import pick_device
+from ganglion.train.drifting import agreeing, drifting
 from ganglion.train.host_memory import keep_freed_memory, return_large_blocks
 from ganglion.train.learning_rate import LrFactor, RateSetter, constant
 from ganglion.train.making_updates import make_update, store_weights
@@ -55,6 +57,7 @@ from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
+from ganglion.train.servers import store_of, workers_of
 from ganglion.train.tensor_split import Splitting, choose_kept, make_blocks_real, split_request
 from ganglion.train.verdict import Judge
 from ganglion.units import MIB
@@ -100,7 +103,9 @@ def parallelize(
     """
     plan = _checked(plan, schedules, error_feedback)
     launch = read_launch(os.environ)
-    world = open_world(launch, plan.mesh(), timeout_s=timeout_s) if world is None else world
+    if world is None:
+        among, alone = workers_of(launch, plan), plan.servers > 0
+        world = open_world(among, plan.mesh(), timeout_s=timeout_s, meets_alone=alone)
     device = pick_device(launch.local_rank) if device is None else device
     request = RunRequest(
         blocks=_placed(named_blocks(blocks), device, initial),
@@ -119,7 +124,12 @@ def parallelize(
         timeout_s=timeout_s,
         sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
         initial=_agreed(initial, world),
-        averaging=averaging or AveragingSettings(),
+        averaging=dataclasses.replace(
+            averaging or AveragingSettings(),
+            store=store_of(launch, plan, timeout_s),
+            listen_on=own_address(launch),
+            timeout_s=timeout_s,
+        ),
         judge=Judge(max_grad_norm),
         call=plain_call,
         offload=offload or OffloadSettings(),
@@ -210,6 +220,7 @@ def _build(
         else assemble(request, splitting, rate)  # its reductions always overlap
     )
     rate.take(held.optimizers)
+    all_are_made(plan, request.world, request.averaging)
     return Run(
         RunParts(
             plan=held.plan,
@@ -217,7 +228,7 @@ def _build(
             device=request.device,
             parameters=held.parameters,
             buffers=named_buffers({name: request.blocks[name] for name in held.block_names}),
-            executor=held.executor,
+            executor=drifting(held.executor, request.world, plan),
             updates=held.updates,
             feedback=held.feedback,
             recorder=request.recorder,
@@ -272,6 +283,7 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
         device=device,
         norm_group=splitting.norm_group,
         averaged=averaged,
+        among=agreeing(request.world, plan),
     )
     return Held(
         executor=executor,

@@ -38,11 +38,13 @@ class ReplicaExecutor:
         device: torch.device,
         norm_group: Group | None = None,
         averaged: Averaged | None = None,
+        among: Group | None = None,
     ) -> None:
         """Join a replica with its gradients and their update; `set_lr(step)` sets the rate.
 
         The `judge` says what becomes of gradients. With a `norm_group`, the ranks of it hold parts
-        of them; `averaged` weights are those of one worker.
+        of them; `averaged` weights are those of one worker. The ranks `among` agree on each
+        step, None for all.
         """
         self._world = world
         self._replica = replica
@@ -54,6 +56,7 @@ class ReplicaExecutor:
         self._device = device
         self._norm_group = norm_group
         self._averaged = averaged
+        self._among = among
         self._step = 0
         self._stop = False
 
@@ -161,7 +164,7 @@ class ReplicaExecutor:
         numbers = (loss, self._stop, peak_bytes(self._device), verdict.norm)
         mine = [float(number) for number in numbers]
         with self._recorder.span(HOST, "agree", step=self._step - 1):
-            table = self._world.gather_numbers(mine)
+            table = self._world.gather_numbers(mine, self._among)
         return StepResult(
             step=self._step,
             loss=float(table[:, 0].mean()),

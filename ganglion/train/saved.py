@@ -42,6 +42,7 @@ _MODEL = "model."
 _OLDER = "older."
 _WORKER = "worker"  # and its number: what belongs to one worker of elastic averaging
 _FEEDBACK = "feedback."
+_OUTER = "outer."  # the momentum of a centre
 _HAS_FEEDBACK = "error_feedback"
 _NUM_EXCHANGES = "exchanges"
 _LOSS_SCALE = "loss_scale"
@@ -88,9 +89,11 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     saved = read_state(path).plan
     by_worker = saved.averages and parts.plan.averages and saved.data == parts.plan.data
     _prepare_optimizers(parts, path, saved, by_worker)
+    has_outer = saved.averaging == parts.plan.averaging
     older = _wide_older(parts)
-    tensors = _tensors(parts, older, by_worker=by_worker)
+    tensors = _tensors(parts, older, by_worker=by_worker, has_outer=has_outer)
     group, leaving = _process_group(parts.world), () if by_worker else (_WORKER,)
+    leaving = leaving if has_outer else (*leaving, _OUTER)
     state = load(path, tensors, process_group=group, leaving=leaving)
     for name, tensor in parts.executor.older_weights().items():
         tensor.copy_(older[name])
@@ -98,6 +101,8 @@ def load_run(folder: Path, parts: RunParts) -> int | None:
     _restart_scale(parts, state)
     check_state_shapes(parts.optimizers, _places(parts))
     for averaged in parts.averaged:
+        if not has_outer:
+            averaged.forget_outer()
         num_exchanges = int(cast(int, state.extra.get(_NUM_EXCHANGES, 0)))
         averaged.restart(state.step, num_exchanges, at_weights=not by_worker)
     logger.info("resumed from %s at step %d", path, state.step)
@@ -174,17 +179,19 @@ def _wide_older(parts: RunParts) -> dict[str, Tensor]:
 
 
 def _tensors(
-    parts: RunParts, older: Mapping[str, Tensor], *, by_worker: bool
+    parts: RunParts, older: Mapping[str, Tensor], *, by_worker: bool, has_outer: bool = True
 ) -> dict[str, Saveable]:
     """Return everything of the run that is a tensor, with where pieces belong.
 
-    `by_worker`: the model is the centre, and each worker has weights and optimizer of its own.
+    `by_worker`: the model is the centre, and each worker has weights and optimizer of its own;
+    `has_outer`: also what moves the centre.
     """
     places, owner = _places(parts), _worker(parts) if by_worker else ""
     kinds: dict[str, Mapping[str, Tensor]] = {
         _MODEL: parts.shared_tensors() if by_worker else parts.model_tensors(),
         _OLDER: older,
         _FEEDBACK: parts.feedback or {},
+        _OUTER: _outer_state(parts) if has_outer else {},
     }
     if by_worker:
         kinds[owner + _MODEL] = parts.model_tensors()
@@ -194,6 +201,10 @@ def _tensors(
         for name, tensor in tensors.items()
     }
     return {**named, **optimizer_pieces(parts.optimizers, places, owner)}
+
+
+def _outer_state(parts: RunParts) -> dict[str, Tensor]:
+    return {name: t for each in parts.averaged for name, t in each.outer_state().items()}
 
 
 def _places(parts: RunParts) -> Places:

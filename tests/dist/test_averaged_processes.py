@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def resume(world: World, plan: Plan, case: Case, folder: str) -> WorkerSaw:
     return seen(run, case, train_until(run, case, case.num_steps))
 
 
-@pytest.mark.parametrize("method", ["sync_easgd", "local_sgd"])
+@pytest.mark.parametrize("method", ["sync_easgd", "local_sgd", "diloco"])
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "pipe": 2}, {"data": 2, "z": 2}], ids=str)
 def test_a_resumed_run_repeats_every_bit(
     ranks: Ranks, tmp_path: Path, axes: dict[str, int], method: str
@@ -106,10 +107,16 @@ def begin_at(world: World, plan: Plan, case: Case, folder: str) -> tuple[Weights
     [
         (planned(data=4), planned(data=2)),
         (planned(data=2), planned("local_sgd", data=4)),
+        (planned("diloco", data=2), planned("diloco", data=4)),
+        (planned("diloco", data=2), planned(data=4)),
+        (planned(data=2), planned("slow_momentum", data=4)),
+        (planned("async_easgd", data=2), planned("async_easgd", data=4)),
+        (planned("async_msgd", data=4), planned("diloco", data=2)),
+        (planned("diloco", data=2), planned("hogwild_sgd", data=2)),
         (planned(data=2), planned("none", data=2)),
         (planned("none", data=2), planned(data=4)),
     ],
-    ids=["fewer", "more_and_other", "to_plain", "from_plain"],
+    ids=lambda plan: f"{plan.averaging}{plan.data}",
 )
 def test_others_begin_at_the_centre(
     ranks: Ranks, tmp_path: Path, before: Plan, after: Plan
@@ -121,6 +128,59 @@ def test_others_begin_at_the_centre(
         assert_same_by_name(shared, center, exactly=True)
     (path,) = tmp_path.glob(f"step-*{SAVED_AT}/model.safetensors")
     assert_same_by_name(load_file(path), center, exactly=True)
+
+
+def save_drifting(world: World, plan: Plan, case: Case, folder: str) -> tuple[Weights, Weights]:
+    run = open_run(world, plan, case)
+    train_until(run, case, SAVED_AT)
+    run.save(folder)
+    found = copies(run.model_tensors()), copies(run._parts.shared_tensors())
+    run.close()
+    return found
+
+
+def resume_drifting(world: World, plan: Plan, case: Case, folder: str) -> Any:
+    run = open_run(world, plan, case)
+    train_until(run, dataclasses.replace(case, num_steps=1), 1)  # its weights and centre are wrong
+    assert run.load(folder)
+    found = copies(run.model_tensors()), copies(run._parts.shared_tensors())
+    train_until(run, case, case.num_steps)
+    metrics = run.exchanges()
+    assert metrics is not None
+    run.close()
+    return (*found, metrics.num_exchanges)
+
+
+@pytest.mark.parametrize("method", ["async_easgd", "async_sgd", "hogwild_easgd"])
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "pipe": 2}], ids=str)
+def test_workers_and_centre_of_a_drifting_run_are_saved(
+    ranks: Ranks, tmp_path: Path, method: str, axes: dict[str, int]
+) -> None:
+    case = dataclasses.replace(CASE, dtype=torch.float32, averaging=AveragingSettings(tau=1))
+    plan = planned(method, **axes)
+    first = ranks.run(plan.num_ranks, save_drifting, plan, case, str(tmp_path))
+    again = ranks.run(plan.num_ranks, resume_drifting, plan, case, str(tmp_path))
+    for (weights, center), (found, found_center, num_exchanges) in zip(first, again, strict=True):
+        assert_same_by_name(found_center, center, exactly=True)
+        assert num_exchanges == case.num_steps
+        # What was not yet pushed belongs to no version: such workers begin at the centre.
+        assert_same_by_name(found, center if method == "async_sgd" else weights, exactly=True)
+
+
+def test_the_command_has_servers_and_resumes(tmp_path: Path) -> None:
+    options = [*TINY, "--averaging.method", "async_easgd", "--averaging.tau", "2"]
+    common = ["--nproc", "3", "--averaging.servers", "1", "--output.dir", "run"]
+    first = ganglion("train", *options, *common, "--train.steps", "6", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "served part 0 of centre 0" in (tmp_path / "run/logs/rank2.log").read_text()
+    again = ganglion("train", "--resume", *common, "--train.steps", "9", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    records = metrics_of(tmp_path / "run")
+    assert [record["step"] for record in records] == list(range(1, 10))
+    assert records[5]["exchanges"] == 3
+    assert records[8]["exchanges"] == 5
+    assert sum(records[5]["staleness"]) == 3
+    assert "val_loss" in records[-1]
 
 
 def test_the_command_trains_resumes_and_writes_metrics(tmp_path: Path) -> None:

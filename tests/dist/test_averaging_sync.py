@@ -135,12 +135,14 @@ def test_summed_gradients_keep_processes_equal(ranks: Ranks) -> None:
 
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "elastic_averaging.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+TWO = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "--nproc-per-node", "2", EXAMPLE]
+FOUR = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "--nproc-per-node", "4", EXAMPLE]
 
 
-@pytest.mark.parametrize("words", [[EXAMPLE], [*TORCHRUN, *RENDEZVOUS, EXAMPLE, "mode=async"],
-                                   [*TORCHRUN, *RENDEZVOUS, EXAMPLE]])  # fmt: skip
+@pytest.mark.parametrize(
+    "words", [[EXAMPLE], TWO, [*TWO, "mode=async"], [*FOUR, "mode=async", "servers=2"]], ids=len
+)
 def test_the_example_runs_alone_and_with_two_workers(words: list[str], tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, *words],

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ganglion.costs import Cluster, StageTimes
 from ganglion.errors import ConfigError
+from ganglion.plan import Plan
 from ganglion.simulator.averaging import (
     METHODS,
     ORDERED,
@@ -32,6 +35,7 @@ from ganglion.simulator.averaging_costs import (
     tree_s,
     two_level_s,
 )
+from ganglion.simulator.averaging_plan import average_plan
 from ganglion.simulator.averaging_result import (
     EXCHANGE,
     GATHER,
@@ -325,9 +329,107 @@ def test_what_makes_no_sense_is_refused() -> None:
         run("easgd")
     with pytest.raises(ConfigError, match="num_batches = 41 leaves some of 4"):
         run("sync_sgd", batches=41)
-    with pytest.raises(ConfigError, match="tau = 2 is simulated for synchronous methods only"):
-        run("async_sgd", tau=2)
+    with pytest.raises(ConfigError, match="tau = 2: Original EASGD lets one worker compute"):
+        run("original_easgd", tau=2)
     with pytest.raises(ConfigError, match="num_workers = 0"):
         run("async_sgd", workers=0)
     with pytest.raises(ConfigError, match="reduction = 'star' is not one of"):
         replace(COSTS, reduction="star")
+
+
+# --- longer periods, and plans -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["async_easgd", "hogwild_easgd", "async_sgd", "hogwild_sgd"])
+def test_workers_on_their_own_exchange_in_one_of_tau_steps(name: str) -> None:
+    done = run(name, workers=2, batches=24, tau=4)
+    writes = [event for event in done.events if event.kind in (EXCHANGE, WRITE, PUSH)]
+    first = 0 if METHODS[name].is_elastic else 3
+    assert [event.step for event in writes if event.worker == 0] == [first, first + 4, first + 8]
+    alone = run(name, workers=1, batches=12, tau=12)
+    assert done.total_s >= alone.total_s
+    assert sum(done.staleness.values()) == 6
+
+
+def test_a_lone_step_takes_its_pass_and_its_update() -> None:
+    """Three steps of four have no exchange; that of the first hides behind the pass."""
+    done = run("async_easgd", workers=1, batches=4, tau=4)
+    assert done.total_s == pytest.approx(4 * (DATA_S + PASS_S + UPDATE_S))
+
+
+CLUSTER = """
+num_nodes = 4
+ranks_per_node = 2
+[links.intra]
+latency_s = 1e-3
+bandwidth_gbps = 8e-3
+[links.inter]
+latency_s = 2e-3
+bandwidth_gbps = 4e-3
+[stages]
+forward_s = 1.0
+backward_s = 1.0
+backward_weight_s = 1.0
+"""
+MEGABYTE = 1_000_000
+INTRA_S, INTER_S = 1.0, 2.0  # of a megabyte: 8e-3 gigabits a second are 1e6 bytes
+
+
+def figures(plan: Plan, *, tau: int = 1, overlap: bool = True, jitter: float = 0.0) -> Any:
+    times = [
+        StageTimes(forward_s=0.0, backward_s=0.0, gradient_bytes=MEGABYTE, jitter=jitter)
+        for _ in range(plan.pipe)
+    ]
+    cluster = Cluster.from_toml(CLUSTER, "here")
+    return average_plan(plan, times, cluster, 10.0, tau=tau, overlap=overlap)
+
+
+def test_a_synchronous_exchange_of_a_plan_is_a_ring() -> None:
+    """Two workers on one node move half a megabyte twice."""
+    shown = figures(Plan(data=2, averaging="sync_easgd"), overlap=False)
+    assert shown.exchange_s == pytest.approx(2 * (1e-3 + 0.5 * INTRA_S))
+    assert shown.step_s == pytest.approx(10.0 + shown.exchange_s)
+    assert shown.exposed_share == pytest.approx(shown.exchange_s / shown.step_s)
+    rarely = figures(Plan(data=2, averaging="sync_easgd"), tau=10, overlap=False)
+    assert rarely.step_s == pytest.approx(10.0 + shown.exchange_s / 10)
+    assert rarely.exposed_s == pytest.approx(shown.exchange_s)
+    assert figures(Plan(data=2, averaging="sync_easgd")).exposed_share == 0.0  # hidden
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "slow_momentum", "diloco"])
+def test_outer_optimizers_exchange_where_nothing_hides_it(method: str) -> None:
+    shown = figures(Plan(data=2, averaging=method), tau=4)
+    assert shown.step_s == pytest.approx(10.0 + shown.exchange_s / 4)
+
+
+def test_ranks_of_a_worker_exchange_over_the_links_they_have() -> None:
+    """Stages in the order of the mesh: the replicas of each sit on one node, or on two."""
+    near = figures(Plan(data=2, pipe=2, averaging="sync_easgd"), overlap=False)
+    far = figures(
+        Plan(data=2, pipe=2, averaging="sync_easgd", rank_order=("x", "y", "z", "pipe", "data")),
+        overlap=False,
+    )
+    assert near.exchange_s == pytest.approx(2 * (1e-3 + 0.5 * INTRA_S))
+    assert far.exchange_s == pytest.approx(2 * (2e-3 + 0.5 * INTER_S))
+
+
+@pytest.mark.parametrize(("servers", "size"), [(1, MEGABYTE), (2, MEGABYTE // 2)])
+def test_a_served_exchange_goes_to_the_servers_and_back(servers: int, size: int) -> None:
+    shown = figures(Plan(data=2, averaging="async_sgd", servers=servers))
+    there_s = 2e-3 + size / MEGABYTE * INTER_S
+    assert shown.exchange_s == pytest.approx(2 * there_s)
+    assert shown.exchange_bytes == MEGABYTE
+    assert shown.step_s > 10.0 + shown.exchange_s * 0.9
+    assert shown.mean_staleness > 0
+
+
+def test_an_elastic_served_exchange_hides_behind_the_pass() -> None:
+    plan = Plan(data=2, averaging="async_easgd", servers=1)
+    assert figures(plan, tau=2).exposed_share == 0.0
+    assert figures(Plan(data=1, averaging="async_easgd")).exchange_s == 0.0
+
+
+def test_jitter_costs_synchronous_workers_more_than_others() -> None:
+    together = figures(Plan(data=4, averaging="sync_easgd"), jitter=0.2)
+    apart = figures(Plan(data=4, averaging="async_easgd", servers=1), tau=4, jitter=0.2)
+    assert together.exposed_share > apart.exposed_share

@@ -233,6 +233,11 @@ def test_reserved_sections_reach_the_plan() -> None:
         ({"alpha": 0.1, "rho": 1.0}, "1f1b", "exactly one of alpha, beta and rho"),
         ({"alpha": 0.45, "unsafe": True}, "1f1b", r"diverges .* below .* = 0.4 with P = 4"),
         ({"method": "local_sgd", "beta": 0.9}, "1f1b", r"averaging.beta = 0.9 means nothing"),
+        ({"method": "async_sgd", "rho": 1.0}, "1f1b", r"averaging.rho = 1 means nothing"),
+        ({"method": "async_easgd", "beta": 1.2}, "1f1b", r"\[averaging\].* beta = 1.2 .* above 1"),
+        ({"method": "diloco", "center_momentum": 0.9}, "1f1b", r"center_momentum = 0.9 means noth"),
+        ({"method": "async_msgd", "outer_lr": 0.7}, "1f1b", r"outer_lr = 0.7 .*'slow_momentum'"),
+        ({"max_staleness": 8}, "1f1b", r"averaging.max_staleness = 8 means nothing"),
         ({}, "2bw", r"averaging.method = 'sync_easgd' .* parallel.schedule = 'two_bw' keeps older"),
     ],
 )
@@ -249,6 +254,21 @@ def test_averaging_that_cannot_work_is_refused(
             ),
             8,
         )
+
+
+def test_measgd_needs_momentum() -> None:
+    optimizer = {"name": "sgd", "momentum": 0.0}
+    with pytest.raises(ConfigError, match=r'"async_measgd" with optimizer.momentum = 0'):
+        resolve(load(averaging={"method": "async_measgd"}, optimizer=optimizer), 4)
+
+
+def test_servers_are_processes_beside_the_mesh() -> None:
+    averaging = {"method": "async_easgd", "servers": 2}
+    plan = resolve(load(averaging=averaging, parallel={"pipe": 2}), 6)
+    assert (plan.data, plan.servers, plan.num_ranks, plan.mesh().num_ranks) == (2, 2, 6, 4)
+    assert plan.drifts
+    with pytest.raises(LayoutError, match=r"servers"):
+        resolve(load(averaging=averaging, parallel={"pipe": 2, "data": 2}), 4)
 
 
 def test_averaging_has_a_rate_without_one() -> None:

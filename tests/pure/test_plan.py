@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.errors import ConfigError, GanglionError, LayoutError, NotBuiltError, UnknownKeyError
+from ganglion.errors import ConfigError, GanglionError, LayoutError, UnknownKeyError
 from ganglion.plan import Plan
 
 small = st.integers(1, 4)
@@ -78,16 +78,15 @@ def test_impossible_plans_are_refused(fields: dict[str, object], text: str) -> N
         Plan(**fields)  # type: ignore[arg-type]
 
 
-UNBUILT = {"servers": 1}
-
-
-@pytest.mark.parametrize(("field", "value"), UNBUILT.items())
-def test_what_is_not_built_is_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(NotBuiltError, match=rf"is not built yet.* \(of a plan: {field}\)"):
-        Plan(**{field: value}).require_built()  # type: ignore[arg-type]
+@pytest.mark.parametrize("method", ["none", "sync_easgd", "diloco", "hogwild_easgd"])
+def test_servers_without_a_served_centre_are_refused(method: str) -> None:
+    text = rf"averaging.servers = 2, but averaging.method = '{method}' needs none"
+    with pytest.raises(ConfigError, match=text):
+        Plan(servers=2, averaging=method).require_built()
 
 
 def test_what_is_built_is_not_refused() -> None:
+    Plan(data=2, averaging="async_easgd", servers=2).require_built()
     Plan(data=4, num_microbatches=3, precision="bf16").require_built()
     Plan(data=2, pipe=3, num_microbatches=3, schedule="two_bw").require_built()
     Plan(recompute="full").require_built()

@@ -216,3 +216,22 @@ def test_numbers_that_make_no_sense(wrong: dict[str, int], message: str) -> None
 def test_members_are_named_once(members: list[int]) -> None:
     with pytest.raises(ConfigError, match="no group"):
         SyncExchange(members, tau=1)
+
+
+def test_what_was_given_up_and_applied_elsewhere_is_known_until_the_next_exchange() -> None:
+    turns = SyncExchange(range(3), tau=2, num_fragments=2, delay=2)
+    started = turns.starting()
+    turns.on_step()
+    started += turns.starting()
+    turns.discard()
+    assert len(started) == 2
+    assert turns.missed(0) == ()
+    assert turns.missed(1) == (started[0],)
+    assert turns.missed(2) == tuple(started)
+    turns.discard()  # nothing more is in flight: what was given up stays known
+    assert turns.missed(2) == tuple(started)
+    turns.change_members([0, 1])
+    turns.move_to(1, 2)
+    assert turns.missed(2) == ()
+    turns.starting()
+    assert turns.missed(4) == ()

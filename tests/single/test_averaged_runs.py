@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
+from ganglion.averaging.outer import OuterFactory, diloco, local_sgd, slow_momentum
 from ganglion.comm import World, run_threads
 from ganglion.errors import ConfigError, NotBuiltError
 from ganglion.models import cross_entropy
@@ -73,6 +75,70 @@ def test_local_sgd_goes_to_the_mean(axes: dict[str, int], tau: int) -> None:
     plan = planned("local_sgd", case, **axes)
     found = run_threads(plan.mesh(), lambda world: train_averaged(world, plan, case))
     assert_equals(found, train_workers(case, 2, tau=tau, alpha=None))
+
+
+@pytest.mark.parametrize("axes", [{}, {"pipe": 2}, {"z": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("method", "outer", "given"),
+    [
+        ("slow_momentum", slow_momentum(), {}),
+        ("slow_momentum", slow_momentum(0.8, 0.3), {"outer_lr": 0.8, "outer_momentum": 0.3}),
+        ("diloco", diloco(), {}),
+    ],
+)
+def test_an_outer_optimizer_moves_the_centre(
+    axes: dict[str, int], method: str, outer: OuterFactory, given: dict[str, float]
+) -> None:
+    case = with_tau(2, **given)
+    plan = planned(method, case, **axes)
+    found = run_threads(plan.mesh(), lambda world: train_averaged(world, plan, case))
+    assert_equals(found, train_workers(case, 2, tau=2, alpha=None, outer=outer))
+
+
+@pytest.mark.parametrize("axes", [{}, {"pipe": 2}, {"x": 2}, {"pipe": 2, "z": 2}], ids=str)
+@pytest.mark.parametrize("tau", [1, 2])
+def test_original_easgd_has_one_order_and_thus_one_result(axes: dict[str, int], tau: int) -> None:
+    """The same server, wire and worker as Async EASGD, whose order is that of arrival."""
+    case = with_tau(tau, alpha=0.3)
+    plan = planned("original_easgd", case, **axes)
+    found = run_threads(plan.mesh(), lambda world: train_averaged(world, plan, case))
+    expected = train_workers(case, 2, tau=tau, alpha=0.3, in_turn=True)
+    assert_equals(found, expected, drifts=True)
+
+
+@pytest.mark.parametrize("axes", [{}, {"pipe": 2}, {"z": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("async_easgd", {"alpha": 0.4}),
+        ("async_measgd", {"alpha": 0.4}),
+        ("hogwild_easgd", {"alpha": 0.4}),
+        ("async_sgd", {"outer": local_sgd()}),
+        ("hogwild_sgd", {"outer": local_sgd()}),
+        ("async_msgd", {"outer": slow_momentum(1.0, 0.9)}),  # v = 0.9 v + update, c += v
+    ],
+)
+def test_one_worker_alone_has_one_order(
+    method: str, given: dict[str, Any], axes: dict[str, int]
+) -> None:
+    alpha = given.get("alpha")
+    case = with_tau(2, alpha=alpha)
+    plan = dataclasses.replace(planned(method, case, **axes), data=1, microbatch_size=2)
+    plan = dataclasses.replace(plan, num_microbatches=4 // plan.z)
+    found = run_threads(plan.mesh(), lambda world: train_averaged(world, plan, case))
+    assert_equals(found, train_workers(case, 1, tau=2, alpha=alpha, outer=given.get("outer")))
+
+
+@pytest.mark.parametrize("method", ["async_sgd", "async_msgd", "async_easgd", "hogwild_sgd"])
+@pytest.mark.parametrize("axes", [{}, {"pipe": 2}], ids=str)
+def test_workers_without_an_order_see_one_centre(method: str, axes: dict[str, int]) -> None:
+    case = with_tau(1)
+    plan = planned(method, case, **axes)
+    found = run_threads(plan.mesh(), lambda world: train_averaged(world, plan, case))
+    for one in found:
+        assert one.num_exchanges == case.num_steps
+        assert one.center_loss == found[0].center_loss
+        assert all(torch.isfinite(tensor).all() for tensor in one.center.values())
 
 
 def test_kept_blocks_are_gathered_again_for_the_centre() -> None:

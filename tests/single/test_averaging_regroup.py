@@ -157,6 +157,106 @@ def test_survivors_go_on_after_a_loss(wishes: Any) -> None:
         assert_same_bits(first[1], second[1])
 
 
+def lose_the_answer(average: ElasticAverage, of: str) -> None:
+    """Let this worker not learn how an exchange ended that it has given all to."""
+    method: Any = average._method
+    found = method._votes if of == "votes" else method._center
+    part = found[0] if isinstance(found, list) else found
+
+    def wait() -> None:
+        raise PeerLost("rank 2 is gone")
+
+    part.wait = wait
+
+
+@pytest.mark.parametrize(
+    ("wishes", "of"),
+    [
+        ({"beta": 0.9}, "votes"),
+        ({"beta": 0.9, "compress": "int8"}, "votes"),
+        ({"beta": 0.9, "center": "root"}, "votes"),
+        ({"beta": 0.9, "center": "root"}, "center"),
+        ({"outer": diloco(), "q": 0.5}, "votes"),
+    ],
+)
+def test_who_did_not_hear_that_all_agreed_does_its_half_when_they_meet_again(
+    wishes: Any, of: str
+) -> None:
+    """Rank 2 dies when rank 0 knows all votes, and rank 1 does not."""
+    meetings, rank_0_knows = Meetings(), threading.Event()
+
+    def start(name: str, rank: int) -> Any:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-300)  # no step of its own
+        world = meetings.world(name, rank, 3)
+        average = ElasticAverage(model, optimizer, tau=1, world=world, **wishes)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(rank + 1.0)
+        return model, optimizer, average
+
+    def undisturbed(outside: World) -> Weights:
+        model, optimizer, average = start("whole", outside.rank)
+        with average:
+            train_steps(model, optimizer, outside.rank, range(4))
+        return copies(model)
+
+    def body(outside: World) -> Any:
+        rank = outside.rank
+        model, optimizer, average = start("a", rank)
+        with average:
+            train_steps(model, optimizer, rank, range(3))
+            if rank == 1:
+                lose_the_answer(average, of)
+            else:
+                train_steps(model, optimizer, rank, range(3, 4))
+            if rank == 0:
+                rank_0_knows.set()
+            if rank == 2:
+                assert rank_0_knows.wait(10)
+                meetings._hubs["a"].fail(2, "killed")
+                return copies(model), {}, 4
+            with pytest.raises(PeerLost):
+                train_steps(model, optimizer, rank, range(4, 5))
+            average.regroup(meetings.world("b", rank, 2))
+            return copies(model), centre_of(average), average.metrics().num_exchanges
+
+    found = run_threads(Mesh(data=3), body)
+    assert [version for _, _, version in found] == [4, 4, 4]
+    assert_same_bits(found[0][1], found[1][1])
+    wanted = run_threads(Mesh(data=3), undisturbed)
+    if of == "center":  # what it would have been drawn to never came
+        wanted[1] = found[0][1]
+    for (weights, _, _), whole in zip(found, wanted, strict=True):
+        assert_near(weights, whole)
+
+
+def test_a_broadcast_that_breaks_off_leaves_no_half_of_a_centre() -> None:
+    """The root dies while it sends: what the others have may be the last centre there is."""
+    meetings = Meetings()
+
+    def body(outside: World) -> Any:
+        rank, model = outside.rank, make_model(seed=outside.rank)
+        optimizer = plain_sgd(model.parameters())
+        world = meetings.world("a", rank, 2)
+        average = ElasticAverage(model, optimizer, beta=0.9, tau=1, center="root", world=world)
+        with average:
+            train_steps(model, optimizer, rank, range(3))
+            before = centre_of(average)
+            method: Any = average._method
+            if rank == 0:
+                meetings._hubs["a"].fail(0, "killed")
+                return before, before
+            with pytest.raises(PeerLost):
+                train_steps(model, optimizer, rank, range(3, 4))
+            method._center._coming[:3] = 99.0  # as much as came
+            average.regroup(meetings.world("b", 0, 1))
+            return before, centre_of(average)
+
+    _, (before, after) = run_threads(Mesh(data=2), body)
+    assert_same_bits(after, before)
+
+
 @pytest.mark.parametrize("root_survives", [True, False])
 def test_a_root_may_change_its_place_or_be_lost(root_survives: bool) -> None:
     """The newest centre goes on: the root's, or without it the one of the last exchange."""

@@ -289,6 +289,25 @@ def test_metrics_tell_what_happened() -> None:
         assert metrics.seconds["fwd_bwd"] > 0
 
 
+@pytest.mark.parametrize(
+    ("wishes", "travels", "moves"),
+    [
+        ({"center": "replicated"}, "param_dev_dev", None),
+        ({"center": "host_root", "overlap": False}, "param_host_dev", "upd_host"),
+        ({"mode": "async"}, "param_host_dev", "upd_host"),
+    ],
+)
+def test_time_has_six_parts_and_none_counts_twice(
+    wishes: Any, travels: str, moves: str | None
+) -> None:
+    seconds = train_threads(2, 6, beta=0.9, tau=1, **wishes)[0].metrics.seconds
+    assert set(seconds) == set(BREAKDOWN)
+    assert seconds[travels] > 0
+    assert (seconds["upd_host"] > 0) == (moves is not None)
+    other = {"param_dev_dev", "param_host_dev"} - {travels}
+    assert seconds[other.pop()] == 0.0
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

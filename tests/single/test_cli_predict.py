@@ -240,3 +240,31 @@ for words in (
         env=environment(),
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_simulate_tells_what_averaging_costs(tmp_path: Path) -> None:
+    averaged = RUN.format(schedule="1f1b") + '[averaging]\nmethod = "{}"\ntau = 4\nservers = {}\n'
+    words = ("--cluster", "perlmutter", "--json")
+    found = {}
+    for method, servers in (("none", 0), ("sync_easgd", 0), ("async_sgd", 1)):
+        (tmp_path / "run.toml").write_text(averaged.format(method, servers))
+        ranks = ("--nproc", str(8 + servers))
+        shown = ganglion("simulate", "run.toml", *words, *ranks, cwd=tmp_path)
+        found[method] = json.loads(shown.stdout)
+    assert found["none"]["averaging"] is None
+    for method in ("sync_easgd", "async_sgd"):
+        figures = found[method]["averaging"]
+        assert figures["num_workers"] == 2
+        assert 0 < figures["worker_step_s"] <= found[method]["step_s"] == figures["step_s"]
+        assert figures["worker_step_s"] < found["none"]["step_s"]  # it sums no gradients
+        assert figures["exchange_s"] > 0
+    text = ganglion(
+        "simulate", "run.toml", "--cluster", "perlmutter", "--nproc", "9", cwd=tmp_path
+    ).stdout
+    assert "async_sgd, 2 workers, 1 server: an exchange of" in text
+    refused = ganglion(
+        *("simulate", "run.toml", "--cluster", "perlmutter", "--nproc", "9", "--slow", "1:2"),
+        cwd=tmp_path,
+        code=2,
+    )
+    assert "--slow is not simulated with averaging.method = 'async_sgd'" in refused.stderr

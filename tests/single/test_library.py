@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ganglion
-from ganglion.errors import CheckpointError, ConfigError, DataError, LayoutError, NotBuiltError
+from ganglion.errors import CheckpointError, ConfigError, DataError, LayoutError
 from tests.command import environment
 
 
@@ -150,7 +150,7 @@ def test_several_optimizers() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"plan": ganglion.Plan(servers=1)}, NotBuiltError, "averaging.servers = 1 is not built"),
+        ({"plan": ganglion.Plan(servers=1)}, ConfigError, "averaging.servers = 1, but averaging"),
         ({"plan": ganglion.Plan(data=2)}, LayoutError, "needs 2 processes, but 1 were started"),
         (
             {"optimizer_factory": lambda named: torch.optim.SGD(named[:1], lr=1)},

@@ -803,6 +803,34 @@ def test_pull_reads_without_writing() -> None:
     assert Bench(rule=Delta()).play(script).books.version == 1
 
 
+def test_alpha_follows_workers_that_join_later() -> None:
+    """beta / 2 for two that were expected, beta / 3 from the answer on that tells of a third."""
+
+    def script(bench: Bench) -> None:
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        packed = Packed(model)
+        center = ShardedCenter(bench.store, packed.flat, run_id=RUN, worker=0, timeout_s=DEADLINE_S)
+        rate = ElasticRate(beta=0.9)
+        method = ServedEasgd(packed, center, rate, lambda: LR, num_workers=2, tau=1)
+        others = [bench.link(worker) for worker in (1, 2)]
+        others[0].join()
+        alphas, workers = [], []
+        for turn in range(3):
+            if turn == 1:
+                others[1].join()
+            method.sync_now(LR)
+            alphas.append(method._alpha)
+            workers.append(method.metrics().num_workers)
+        assert alphas == [0.45, 0.45, 0.3]
+        assert workers == [2, 3, 3]
+        others[1].leave()
+        method.close()
+        others[0].leave()
+
+    numel = Packed(torch.nn.Linear(1, 1, bias=False).double()).numel
+    Bench(numel=numel).play(script)
+
+
 # --- by name -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,74 @@
+"""Processes of one test that may be killed, stopped, or started later than the others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEADLINE_S = 40.0
+
+
+class Crew:
+    """The processes of one test, and what they return; all are gone when the test ends."""
+
+    def __init__(self, folder: Path, *preload: str) -> None:
+        self.folder = folder
+        self._processes: dict[str, BaseProcess] = {}
+        self._context = multiprocessing.get_context("forkserver")
+        # Imported once for all; the last is what an optimizer imports with its first step.
+        self._context.set_forkserver_preload([*preload, "torch._dynamo"])
+
+    def start(self, name: str, body: Callable[..., Any], *args: Any) -> None:
+        process = self._context.Process(target=_child, args=(self.folder, name, body, args))
+        process.start()
+        self._processes[name] = process
+
+    def signal(self, name: str, number: int) -> None:
+        os.kill(self._processes[name].pid or 0, number)
+
+    def is_stopped(self, name: str) -> bool:
+        status = Path(f"/proc/{self._processes[name].pid}/stat").read_text()
+        return status.rpartition(") ")[2][0] == "T"
+
+    def await_death(self, name: str) -> int:
+        """Return how a process ended, which it must have done by a signal."""
+        self._processes[name].join(DEADLINE_S)
+        code = self._processes[name].exitcode
+        assert code is not None, f"{name} lives on"
+        return -code
+
+    def result(self, name: str) -> Any:
+        self._processes[name].join(DEADLINE_S)
+        failure = self.folder / f"{name}.failed"
+        assert not failure.exists(), failure.read_text()
+        assert self._processes[name].exitcode == 0, f"{name}: {self._processes[name].exitcode}"
+        return torch.load(self.folder / name)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.join(10)
+
+
+def _child(folder: Path, name: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        torch.save(body(folder, *args), folder / name)
+    except BaseException:
+        (folder / f"{name}.failed").write_text(traceback.format_exc())
+        raise
+
+
+def await_true(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.01)
