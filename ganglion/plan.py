@@ -201,6 +201,11 @@ class Plan:
         return self.data * self.z
 
     @property
+    def computes_in(self) -> str:
+        """The precision of products and of what passes between blocks."""
+        return FP32 if self.compute_fp32 else self.precision
+
+    @property
     def has_masters(self) -> bool:
         """Whether weights and gradients are stored in half precision beside fp32 masters."""
         return self.precision in (BF16_MASTER, FP16_MASTER)

@@ -14,12 +14,10 @@ from ganglion.costs.cluster import Cluster, Compute
 from ganglion.costs.network import Ring, all_gather_s, all_reduce_s, reduce_scatter_s, rings_along
 from ganglion.costs.parameters import TABLE
 from ganglion.costs.split_layers import BlockLayers, SplitLayer
-from ganglion.costs.stages import MESSAGE_ELEMENT_BYTES
+from ganglion.costs.stages import message_element_bytes, weight_element_bytes
 from ganglion.errors import ConfigError
 from ganglion.plan import Plan
 from ganglion.topology import TENSOR_AXES
-
-WEIGHT_ELEMENT_BYTES = 4  # weights are gathered, and their gradients summed, as they are stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +70,14 @@ class _Clock:
 
     def __init__(self, plan: Plan, cluster: Cluster, compute: Compute, pipe: int) -> None:
         self._mesh = plan.mesh()
-        self._flops = compute.flops(plan.precision) * plan.x * plan.y
-        self._element_bytes = MESSAGE_ELEMENT_BYTES[plan.precision]
+        self._flops = compute.flops(plan.computes_in) * plan.x * plan.y
+        self._element_bytes = message_element_bytes(plan)
+        self._weight_element_bytes = weight_element_bytes(plan)
         self._rings = {axis: self._slowest(axis, cluster, pipe) for axis in TENSOR_AXES}
 
     def layer(self, layer: SplitLayer, number: int) -> LayerTimes:
         mesh, parameter = self._mesh, layer.parameter
-        weight_bytes = parameter.num_gathered(mesh) * WEIGHT_ELEMENT_BYTES
+        weight_bytes = parameter.num_gathered(mesh) * self._weight_element_bytes
         is_gathered = parameter.is_gathered(mesh)
         in_axis, out_axis = self._long(layer.in_axis), self._long(layer.out_axis)
         return LayerTimes(

@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from ganglion.costs.activations import FLOAT, HALF
 from ganglion.costs.blocks import BlockCost
 from ganglion.costs.cluster import Cluster, Compute, PerStage
 from ganglion.costs.network import all_reduce_s, link_between, rings_along, transfer_s
 from ganglion.costs.segments import segments
 from ganglion.costs.times import StageTimes
 from ganglion.errors import ConfigError, LayoutError
-from ganglion.plan import Plan
+from ganglion.plan import FP32, Plan
 from ganglion.topology import Mesh
-
-MESSAGE_ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
-GRADIENT_ELEMENT_BYTES = 4
 
 # AdamW reads weight, gradient and two moments and writes all but the gradient, in fp32.
 UPDATE_BYTES_PER_PARAMETER = 7 * 4
@@ -176,8 +174,18 @@ def _without_tied(block: BlockCost) -> BlockCost:
     )
 
 
+def message_element_bytes(plan: Plan) -> int:
+    """Return the bytes of an element of what passes between blocks."""
+    return FLOAT if plan.computes_in == FP32 else HALF
+
+
+def weight_element_bytes(plan: Plan) -> int:
+    """Return the bytes of an element of a weight, and of its gradient, as they are stored."""
+    return HALF if plan.has_masters else FLOAT
+
+
 def _compute_times(stage: Sequence[BlockCost], plan: Plan, compute: Compute) -> StageTimes:
-    flops = compute.flops(plan.precision) * plan.x * plan.y
+    flops = compute.flops(plan.computes_in) * plan.x * plan.y
     forward_s = sum(block.forward_flops for block in stage) / flops
     input_s = sum(block.input_flops for block in stage) / flops
     num_parameters = sum(block.num_parameters for block in stage) / (plan.x * plan.y * plan.z)
@@ -189,8 +197,8 @@ def _compute_times(stage: Sequence[BlockCost], plan: Plan, compute: Compute) -> 
         weight_s=sum(block.weight_flops for block in stage) / flops,
         update_s=num_parameters * UPDATE_BYTES_PER_PARAMETER / compute.memory_bytes_per_s,
         jitter=compute.jitter,
-        message_bytes=round(num_sent * MESSAGE_ELEMENT_BYTES[plan.precision]),
-        gradient_bytes=round(num_parameters * GRADIENT_ELEMENT_BYTES),
+        message_bytes=round(num_sent * message_element_bytes(plan)),
+        gradient_bytes=round(num_parameters * weight_element_bytes(plan)),
     )
 
 

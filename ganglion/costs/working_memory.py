@@ -237,7 +237,9 @@ def gathered_memory(
     return Memory(communication=size * (gathered + sum(blocks) + pieces) + HALF * rounded)
 
 
-def gathered_blocks(parameters: Iterable[Parameter], mesh: Mesh, precision: str) -> list[int]:
+def gathered_blocks(
+    parameters: Iterable[Parameter], mesh: Mesh, precision: str = "fp32"
+) -> list[int]:
     """Return the bytes of each block that is gathered along z, in the order of the model."""
     size = stored_bytes(precision)
     return [size * p.num_gathered(mesh) for p in parameters if p.is_gathered(mesh)]

@@ -36,7 +36,7 @@ from ganglion.models import (
     named_parameters,
     outline_model,
 )
-from ganglion.plan import FP32, Plan
+from ganglion.plan import Plan
 from ganglion.tensor import TensorSettings
 from ganglion.topology import Launch
 from ganglion.trace import Recorder
@@ -109,8 +109,7 @@ def build_job(
     """Build everything a run file names; called by every rank at the same time."""
     device = pick_device(launch.local_rank)
     source = open_source(file, cache_dir)
-    precision = FP32 if plan.compute_fp32 else plan.precision
-    peak_flops = machine_peak(world, device, precision)
+    peak_flops = machine_peak(world, device, plan.computes_in)
     memory = MemoryWatch(device)  # what the data take is not the model's
     if world.rank == 0 and source.tokenizer is not None:
         save_tokenizer(source.tokenizer, folder)

@@ -23,7 +23,13 @@ from ganglion.costs.network import (
     rings_along,
     transfer_s,
 )
-from ganglion.costs.stages import balanced_boundaries, stage_times, stage_times_from_file
+from ganglion.costs.stages import (
+    balanced_boundaries,
+    message_element_bytes,
+    stage_times,
+    stage_times_from_file,
+    weight_element_bytes,
+)
 from ganglion.costs.times import StageTimes
 from ganglion.errors import ConfigError, LayoutError, UnknownKeyError
 from ganglion.plan import Plan
@@ -584,3 +590,14 @@ def test_limit_stays_within_the_batch() -> None:
     assert injection_limit(alike(4), num_microbatches=100) == 4
     with pytest.raises(LayoutError, match="0 stages"):
         injection_limit([])
+
+
+def test_bytes_of_elements_follow_the_precision() -> None:
+    def found(**fields: Any) -> tuple[int, int]:
+        plan = Plan(**fields)
+        return message_element_bytes(plan), weight_element_bytes(plan)
+
+    assert found() == (4, 4)
+    assert found(precision="bf16") == (2, 4)
+    assert found(precision="bf16_master") == found(precision="fp16_master") == (2, 2)
+    assert found(precision="bf16_master", compute_fp32=True) == (4, 2)

@@ -331,6 +331,7 @@ def test_weights_along_z() -> None:
     first = gathered_memory(weights, mesh, keep_gathered=[True, False, False], overlap=False)
     assert first.communication == summed + 4 * (20 + 80)
     assert gathered_blocks(weights, mesh) == [80, 320, 160]
+    assert gathered_blocks(weights, mesh, "bf16_master") == [40, 160, 80]
     half = gathered_memory(weights, mesh, keep_gathered=True, precision="bf16").communication
     assert half == kept + 2 * 80
     assert gathered_memory(weights, ONE).communication == 0
