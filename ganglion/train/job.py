@@ -36,7 +36,7 @@ from ganglion.models import (
     named_parameters,
     outline_model,
 )
-from ganglion.plan import FP32, Plan
+from ganglion.plan import Plan
 from ganglion.tensor import TensorSettings
 from ganglion.topology import Launch
 from ganglion.trace import Recorder
@@ -116,7 +116,7 @@ def build_job(
         run=run,
         source=source,
         folder=folder,
-        peak_flops=machine_peak(world, device, FP32 if plan.compute_fp32 else plan.precision),
+        peak_flops=machine_peak(world, device, plan.precision),
         flops_per_token=None if flops is None else flops / source.tokens_per_sample,
         num_parameters=num_parameters,
     )
