@@ -78,16 +78,12 @@ class Conveyor:
         program = self._program
         assert program is not None, "begin first"
         self.check()
-        self._tell(lambda: program.on_verdict(True))
-        num_reduced = 0
-        for bucket in range(program.num_buckets):
-            while num_reduced <= self._chunk_of[bucket]:
-                wait_for_chunk(num_reduced)
-                number = num_reduced
-                self._tell(lambda: program.on_reduced(number))  # noqa: B023 - called at once
-                num_reduced += 1
-            self._update(program)
-        self._wait_for(lambda: program.done, f"the write of bucket {program.num_buckets - 1}")
+        try:
+            self._carry(program, wait_for_chunk)
+        except BaseException as error:
+            ended = OffloadError(f"an update ended half-way: {error}; resume from a checkpoint")
+            self._failure = self._failure or ended
+            raise
         self._program = None
 
     def cancel(self) -> None:
@@ -109,6 +105,18 @@ class Conveyor:
         """End the threads, whatever is under way."""
         for lane in self._lanes.values():
             lane.close()
+
+    def _carry(self, program: BucketProgram, wait_for_chunk: Callable[[int], None]) -> None:
+        self._tell(lambda: program.on_verdict(True))
+        num_reduced = 0
+        for bucket in range(program.num_buckets):
+            while num_reduced <= self._chunk_of[bucket]:
+                wait_for_chunk(num_reduced)
+                number = num_reduced
+                self._tell(lambda: program.on_reduced(number))  # noqa: B023 - called at once
+                num_reduced += 1
+            self._update(program)
+        self._wait_for(lambda: program.done, f"the write of bucket {program.num_buckets - 1}")
 
     def _update(self, program: BucketProgram) -> None:
         self._wait_for(lambda: bool(self._updates), "the read of the next bucket")

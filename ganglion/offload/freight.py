@@ -48,6 +48,7 @@ class OptimizerFreight:
         self._members = members
         self._store = store
         self._weights = weights
+        self._device = device
         self._templates = templates
         places = _places(optimizers)
         self._at = [places[id(template)] for template in templates]
@@ -177,9 +178,21 @@ class OptimizerFreight:
         """Return the state of a piece: from the slot, and copies of what stays in memory."""
         template = self._templates[piece.owner]
         return {
-            entry: piece.room(entry) if is_moved(entry, value, template) else copied(value)
+            entry: piece.room(entry)
+            if is_moved(entry, value, template)
+            else self._in_memory(piece, value)
             for entry, value in self._state(piece.owner).items()
         }
+
+    def _in_memory(self, piece: Piece, value: object) -> object:
+        """Return a copy of an entry that is not moved, where the optimizer wants it."""
+        optimizer, number = self._at[piece.owner]
+        group = self._optimizers[optimizer].param_groups[number]
+        # Of fused updates on a GPU, counts live there too, but a load made them on the host.
+        on_device = group.get("fused") or group.get("capturable")
+        if on_device and isinstance(value, Tensor):
+            return value.to(self._device, copy=True)
+        return copied(value)
 
     def _keep(self, piece: Piece, parameter: nn.Parameter, state: State) -> list[str]:
         """Take the state of a piece after its step; return which entries are in the slot."""

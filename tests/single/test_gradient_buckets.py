@@ -335,6 +335,29 @@ def test_buckets_started_one_by_one_are_not_done_before_all_are() -> None:
     assert len(group.handles) == 2 * len(buckets.layout)
 
 
+def test_buckets_can_be_waited_for_one_by_one() -> None:
+    group, recorder = ManualGroup(), Recorder(0)
+    buckets = buckets_of(floats(), group, recorder=recorder)
+    num_buckets = len(buckets.layout)
+    for _ in range(2):
+        buckets.start(0, 3)
+        with pytest.raises(AssertionError, match="bucket 1 is not next to wait for"):
+            buckets.wait_bucket(0, 1)
+        first, *others = group.handles[-num_buckets:]
+        first.finished_s = 1.0
+        buckets.wait_bucket(0, 0)
+        assert not buckets.is_done(0)
+        for handle in others:
+            handle.finished_s = 1.0
+        buckets.wait(0)  # for those that are left
+        assert buckets.is_done(0) and not buckets.started(0)
+    assert len(recorder) == 2 * num_buckets
+    buckets.start(0, 4)
+    with pytest.raises(CommError, match="never"):
+        buckets.wait_bucket(0, 0)
+    assert not buckets.is_done(0)
+
+
 def test_a_failed_reduction_is_never_done_and_waiting_says_why() -> None:
     buckets = buckets_of(floats(), ManualGroup())
     buckets.start(1, 0)

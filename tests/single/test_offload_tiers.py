@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from ganglion.errors import ConfigError, OffloadError
+from ganglion.errors import CommError, ConfigError, OffloadError
 from ganglion.offload import DiskTier, HostTier, Region, Tier, open_tier
 from ganglion.offload import disk as disk_module
 from ganglion.offload.tier import PAGE_BYTES, page_buffer
-from tests.offloading import FACTORIES, Offloaded, Part, make_parameters, train
+from tests.offloading import (
+    FACTORIES,
+    Offloaded,
+    Part,
+    fill_gradients,
+    make_parameters,
+    train,
+)
 
 pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")
@@ -171,6 +178,21 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_forever(
     with pytest.raises(OffloadError, match=r"did not end within 0.2 s: .*train.timeout_s"):
         train(part, range(1, 2))
     answer.set()
+    part.update.close()
+
+
+def test_gradients_that_never_come_end_the_update(tmp_path: Path) -> None:
+    part = made(tmp_path)
+
+    def wait(number: int) -> None:
+        if number > 0:
+            raise CommError("a rank is gone")
+
+    fill_gradients(part.parameters, 0)
+    with pytest.raises(CommError, match="a rank is gone"):
+        part.update.step(part.buckets.buffers(0), None, wait)
+    with pytest.raises(OffloadError, match=r"ended half-way: a rank is gone; resume"):
+        part.update.weights()
     part.update.close()
 
 
