@@ -12,7 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ganglion import trace
-from ganglion.config import RunFile, expected_shape, load_run_file, read_toml, resolve
+from ganglion.config import (
+    RunFile,
+    decide_activations,
+    expected_shape,
+    load_run_file,
+    read_toml,
+    resolve,
+)
 from ganglion.config.shapes import ConvShape, GPTShape
 from ganglion.costs import (
     BlockCost,
@@ -113,6 +120,7 @@ def _plan_and_times(request: SimulateRequest, cluster: Cluster) -> tuple[Plan, l
         return plan, stage_times_from_file(cluster, plan.pipe, plan)
     run = load_run_file(read_toml(file), (), str(file))
     plan = resolve(run, request.nproc or num_cluster_ranks(run, cluster))
+    plan = decide_activations(run, plan)
     if cluster.stages is not None:
         return plan, stage_times_from_file(cluster, plan.pipe, plan)
     stage_map = planned_stage_map(plan)
