@@ -12,7 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ganglion import trace
-from ganglion.config import RunFile, expected_shape, load_run_file, read_toml, resolve
+from ganglion.config import (
+    RunFile,
+    decide_activations,
+    expected_shape,
+    load_run_file,
+    read_toml,
+    resolve,
+)
 from ganglion.config.schema import AveragingSection
 from ganglion.config.shapes import ConvShape, GPTShape
 from ganglion.costs import (
@@ -137,6 +144,7 @@ def _plan_and_times(
         return plan, stage_times_from_file(cluster, plan.pipe, plan), AveragingSection()
     run = load_run_file(read_toml(file), (), str(file))
     plan = resolve(run, request.nproc or num_cluster_ranks(run, cluster))
+    plan = decide_activations(run, plan)
     if cluster.stages is not None:
         return plan, stage_times_from_file(cluster, plan.pipe, plan), run.averaging
     return plan, _model_times(run, plan, cluster, file), run.averaging

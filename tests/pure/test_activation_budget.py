@@ -182,3 +182,13 @@ def test_never_far_from_the_best(
         assert bytes_of(chosen) == found.num_bytes
         best = min(sum(numbers[n][1] for n in one) for one in fitting)
         assert found.cost <= 2 * best + max(cost for _, cost, _ in numbers)
+
+
+def test_a_large_block_is_left_alone_if_small_ones_suffice() -> None:
+    """It frees most for each flop, but needs as much again while it is computed again."""
+    rank = rank_of([(600, 5, True), *[(100, 1, True)] * 10], alive=1)
+    plain = choose_recomputed(rank, 10**6)
+    assert plain.cost == 0
+    found = choose_recomputed(rank, plain.num_bytes - 50)
+    assert found.cost == 1  # in the place of what later blocks freed
+    assert 0 not in [number for span in found.segments[0] for number in span]

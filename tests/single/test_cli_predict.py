@@ -143,6 +143,18 @@ def test_simulate_layers_that_are_split(folder: Path) -> None:
         assert all(seconds > 0 for seconds in figures(axes)["collective_s"])
 
 
+def test_simulate_what_is_computed_again(folder: Path) -> None:
+    """Some blocks, all, and those that a budget leaves no room for."""
+    budget = 'recompute = "budget"\nactivation_mib = 30'
+    memory = ['recompute = "none"', budget, 'recompute = "full"', 'recompute = "sqrt"']
+    found = []
+    for text in memory:
+        (folder / "again.toml").write_text(f"{RUN.format(schedule='1f1b')}\n[memory]\n{text}\n")
+        shown = ganglion("simulate", "again.toml", "--cluster", "summit", "--json", cwd=folder)
+        found.append(json.loads(shown.stdout)["step_s"])
+    assert found[0] < found[1] < found[2] == found[3]
+
+
 def test_simulate_a_plan_with_times_from_the_file(folder: Path) -> None:
     """A.9 item 9 of the AxoNN specification: with a limit of 8 or more it ends after 58.5 s."""
     words = ["simulate", "plan.json", "--cluster", "stages.toml", "--steps", "1", "--json"]
