@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def serve_centers(plan: Plan, launch: Launch, timeout_s: float = 300.0) -> bool:
     """Serve until all workers have left, if this process is a server; return whether it was.
 
-    A script of its own calls it before `parallelize`, with `read_launch(os.environ)`.
+    A script of its own calls it before `parallelize`, with what `read_launch` read.
     """
     if not plan.servers:
         return False
