@@ -1,12 +1,13 @@
 """Elastic averaging: the paper's methods on a virtual clock, and ours against torch DDP.
 
-    python benchmarks/averaging.py [--part paper|scaling|ddp|packing|all] [--json] [--quick]
+    python benchmarks/averaging.py [--part paper|scaling|ddp|torchft|packing|all] [--json] [--quick]
                                    [--rounds N] [--seeds N] [--results FILE] [--plots FOLDER]
                                    [--data FOLDER] [--target A] [--max-batches N]
 
     paper      LeNet on Fashion-MNIST with 4 workers: virtual seconds to the target accuracy
     scaling    the paper's weak scaling, predicted from its 2-node row; then up to 16,384 nodes
     ddp        Sync EASGD with tau 10 against torch DDP, 2 processes: samples/s and accuracy
+    torchft    local SGD and DiLoCo with tau 10 against torchft's, 2 processes, if it is installed
     packing    one message against one for each tensor, 2 processes: exchanges/s
 
 `make averaging-data` installs Fashion-MNIST; `--data` names a folder of MNIST's files instead.
@@ -27,6 +28,7 @@ from typing import Any
 import averaging_paper
 import averaging_real
 import averaging_scaling
+import averaging_torchft
 from averaging_paper import JITTER, ORIGINAL, PEERS, SHARE, SYNC_3, Curves, PaperRow, PaperTask
 from averaging_real import EASGD, DdpTask, RealRow
 from averaging_scaling import ScalingRow
@@ -34,7 +36,7 @@ from bars import Bar, make_bars, make_table, shown, tell
 from harness import arguments, machine
 from rich.table import Table
 
-PARTS = ("paper", "scaling", "ddp", "packing")
+PARTS = ("paper", "scaling", "ddp", "torchft", "packing")
 TIE = 0.95  # the share of the first's speed that still ties with it
 # Points of efficiency and of accuracy, and shares: the less the better.
 AT_MOST = ("communication_share", "difference", "accuracy_behind")
@@ -49,6 +51,7 @@ BARS: dict[tuple[str, str], float] = {
     **{(f"ring_{nodes}", "difference"): 2.0 for nodes in (4, 8, 16, 32, 64)},
     (EASGD, "ratio"): 1.05,
     (EASGD, "accuracy_behind"): 0.3,
+    **{(name, "ratio"): 1.0 for name in averaging_torchft.PAIRS},
 }
 
 
@@ -134,6 +137,8 @@ def notes_of(
 ) -> dict[str, Any]:
     """Say how it was measured."""
     notes = {**machine(), "quick": options.quick, "rounds": rounds, "threads_a_process": 1}
+    if options.part in ("torchft", "all") and averaging_torchft.missing():
+        notes["torchft"] = averaging_torchft.missing()
     if curves is None:
         return notes
     costs = curves.costs
@@ -203,6 +208,8 @@ def main() -> None:
         rows += averaging_scaling.scaling_rows()
     if "ddp" in parts:
         rows += averaging_real.ddp_rows(_ddp_task(options), rounds)
+    if "torchft" in parts:
+        rows += averaging_torchft.torchft_rows(_ddp_task(options), rounds)
     if "packing" in parts:
         packing = averaging_real.QUICK_PACKING if options.quick else averaging_real.FULL_PACKING
         rows += averaging_real.packing_rows(packing, rounds)

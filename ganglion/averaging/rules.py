@@ -4,6 +4,7 @@
     Delta       hands c out, later reads e, c += e                   Async EASGD as of 2015
     Additive    reads an update u, c += u, replies the new c         Async SGD, DOWNPOUR
     the same with momentum:       v = mu v + u, c += v               Async MSGD, MDOWNPOUR
+    WithMean    any of these, and z = (1 - k) z + k c                ADOWNPOUR, MVADOWNPOUR
 
 An update is what the worker's own torch optimizer did to its weights (for plain SGD: -lr * g), so
 weight decay, clipping and schedules are the user's, and the centre knows no optimizer.
@@ -32,6 +33,9 @@ class Rule(Protocol):
     def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> bool:
         """Change `center`; fill `reply` and return True, or return False if it stays empty."""
 
+    def shown(self, center: Tensor) -> Tensor:
+        """Return what whoever looks at the centre is shown: to evaluate, not to train from."""
+
     def state(self) -> Mapping[str, Tensor]:
         """Return what a snapshot must keep besides the centre."""
 
@@ -39,7 +43,13 @@ class Rule(Protocol):
         """Continue from what a snapshot kept."""
 
 
-class _Stateless:
+class _Plain:
+    def shown(self, center: Tensor) -> Tensor:
+        """Show the centre itself."""
+        return center
+
+
+class _Stateless(_Plain):
     def state(self) -> Mapping[str, Tensor]:
         """Keep nothing."""
         return {}
@@ -76,7 +86,7 @@ class Delta(_Stateless):
         return False
 
 
-class Additive:
+class Additive(_Plain):
     """Add an update, through a velocity if there is momentum, and tell the new centre."""
 
     kind = PUSH
@@ -121,3 +131,50 @@ class Additive:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue with the velocity that was kept."""
         self._velocity = state.get("velocity")
+
+
+class WithMean:
+    """Another rule, and a running mean of the centre to be looked at.
+
+    With a `rate` of 0 it is the mean of all centres so far, the first one included (ADOWNPOUR);
+    else each new one counts `rate` (MVADOWNPOUR, 0.001 in its paper).
+    """
+
+    def __init__(self, inner: Rule, rate: float = 0.0) -> None:
+        """Let `inner` move the centre."""
+        if not 0.0 <= rate <= 1.0:
+            raise ConfigError(f"mean_rate = {rate}: give 0 for the plain mean, or up to 1")
+        self._inner, self._rate = inner, rate
+        self._mean: Tensor | None = None
+        self._num_seen = 0
+
+    @property
+    def kind(self) -> str:
+        """The kind of request that writes."""
+        return self._inner.kind
+
+    def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> bool:
+        """Change the centre, and let the mean follow."""
+        if self._mean is None:
+            self._mean = center.clone()
+        replies = self._inner.apply(center, sent, rate, reply)
+        self._num_seen += 1
+        self._mean.lerp_(center, self._rate or 1.0 / (self._num_seen + 1))
+        return replies
+
+    def shown(self, center: Tensor) -> Tensor:
+        """Show the mean."""
+        return center if self._mean is None else self._mean
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Keep the mean, of how many it is, and what the other rule keeps."""
+        if self._mean is None:
+            return self._inner.state()
+        number = torch.tensor(self._num_seen)
+        return {**self._inner.state(), "mean": self._mean, "num_seen": number}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with the mean that was kept, or begin with the next centre."""
+        self._inner.load(state)
+        self._mean = state.get("mean")
+        self._num_seen = int(state["num_seen"]) if "num_seen" in state else 0

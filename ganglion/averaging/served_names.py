@@ -15,6 +15,10 @@
 | async_msgd     | ServedSgd, tau 1 | Additive(momentum)   | first come             |
 | downpour       | ServedSgd        | Additive             | first come             |
 | mdownpour      | ServedSgd, tau 1 | Additive, as printed | first come             |
+| adownpour      | ServedSgd        | WithMean(Additive)   | first come             |
+| mvadownpour    | ServedSgd        | the same, moving     | first come             |
+
+The last two show a mean of the centre to whoever looks at it: of all, or moving by `mean_rate`.
 
 Async MSGD with its momentum at the worker is async_sgd with an optimizer that has momentum.
 """
@@ -29,7 +33,7 @@ from torch import nn
 from ganglion.averaging.connections import Store
 from ganglion.averaging.method import Method
 from ganglion.averaging.packed import Packed
-from ganglion.averaging.rules import Additive, Delta, Elastic, Rule
+from ganglion.averaging.rules import Additive, Delta, Elastic, Rule, WithMean
 from ganglion.averaging.served import ServedEasgd, ServedEasgdDelta, ServedSgd
 from ganglion.averaging.server import CenterServer
 from ganglion.averaging.shards import ShardedCenter, shard_bounds
@@ -42,7 +46,8 @@ _ELASTIC = ("original_easgd", "async_easgd", "async_measgd")
 _EASGD_DELTA = "easgd_delta"
 _ONE_STEP = ("async_sgd", "async_msgd", "mdownpour")
 _WITH_MOMENTUM = ("async_msgd", "mdownpour")
-SERVED = (*_ELASTIC, _EASGD_DELTA, *_ONE_STEP, "downpour")
+_MEAN, _MOVING_MEAN = "adownpour", "mvadownpour"
+SERVED = (*_ELASTIC, _EASGD_DELTA, *_ONE_STEP, "downpour", _MEAN, _MOVING_MEAN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,7 @@ class ServedOptions:
     num_shards: int = 1
     tau: int = 1
     momentum: float = 0.0  # at the master
+    mean_rate: float = 0.001  # of mvadownpour
     overlap: bool = True
     max_staleness: int | None = None
     timeout_s: float = 300.0
@@ -79,7 +85,7 @@ def center_server(
     _check(name, options)
     packed = Packed(model)
     begin, end = shard_bounds(packed.numel, options.num_shards)[shard]
-    rule = _rule(name, options.momentum, max(0, min(packed.num_trained, end) - begin))
+    rule = _rule(name, options, max(0, min(packed.num_trained, end) - begin))
     center, version = packed.flat[begin:end].to("cpu", copy=True), 0
     if snapshots is not None and snapshots.path.exists():
         saved = load_snapshot(snapshots.path)
@@ -139,12 +145,15 @@ def join_center(
     return maker(packed, center, rate, lr, num_workers=num_workers, tau=tau, overlap=overlap)
 
 
-def _rule(name: str, momentum: float, num_trained: int) -> Rule:
+def _rule(name: str, options: ServedOptions, num_trained: int) -> Rule:
     if name in _ELASTIC:
         return Elastic()
     if name == _EASGD_DELTA:
         return Delta()
-    return Additive(momentum, as_printed=name == "mdownpour", num_trained=num_trained)
+    if name in (_MEAN, _MOVING_MEAN):
+        return WithMean(Additive(), options.mean_rate if name == _MOVING_MEAN else 0.0)
+    as_printed = name == "mdownpour"
+    return Additive(options.momentum, as_printed=as_printed, num_trained=num_trained)
 
 
 def _check(name: str, options: ServedOptions) -> None:

@@ -235,7 +235,7 @@ class CenterServer:
 
     def _show(self, caller: int, envelope: Envelope) -> None:
         """Reply to a look at once: it changes nothing and needs no membership."""
-        self._scratch.payload.copy_(self.center)
+        self._scratch.payload.copy_(self._rule.shown(self.center))
         reply = self._reply_to(envelope, self.books.version)
         self._send(caller, _Answered(self._scratch, reply, True))
 

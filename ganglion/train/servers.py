@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 
 from ganglion.averaging.server_process import CountingStore, ServerProcess
 from ganglion.averaging.workers import own_address, server_place
 from ganglion.comm import open_store
 from ganglion.plan import Plan
-from ganglion.topology import Launch, read_launch
+from ganglion.topology import Launch
 
 logger = logging.getLogger(__name__)
 
 
-def serve_centers(plan: Plan, launch: Launch | None = None, timeout_s: float = 300.0) -> bool:
+def serve_centers(plan: Plan, launch: Launch, timeout_s: float = 300.0) -> bool:
     """Serve until all workers have left, if this process is a server; return whether it was.
 
-    A script of its own calls it before `parallelize`: `if serve_centers(plan): return`.
+    A script of its own calls it before `parallelize`, with what `read_launch` read.
     """
     if not plan.servers:
         return False
-    launch = read_launch(os.environ) if launch is None else launch
     place = server_place(launch, plan.servers)
     if place is None:
         return False

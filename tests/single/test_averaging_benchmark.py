@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 import sys
@@ -160,3 +161,14 @@ def test_the_parts_with_processes_have_their_rows(tmp_path: Path, idx_folder: Pa
     assert all(row["value"] > 0 and 0 <= row["accuracy"] <= 100 for row in rows.values())
     _, rows = report(tmp_path, "--part", "packing")
     assert set(rows) == {f"{way}_{n}" for way in ("packed", "apart") for n in (1, 16, 64)}
+
+
+def test_the_torchft_part_has_rows_or_says_why_not(tmp_path: Path, idx_folder: Path) -> None:
+    few = ("--data", str(idx_folder), "--steps", "3")
+    told, rows = report(tmp_path, "--part", "torchft", *few)
+    if importlib.util.find_spec("torchft") is None:
+        assert rows == {}
+        assert "No module named 'torchft'" in str(told)
+    else:
+        names = ("local_sgd_10", "diloco_10")
+        assert set(rows) == {*names, *(f"torchft_{name}" for name in names)}

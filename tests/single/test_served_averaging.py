@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ganglion.averaging.center_link import CenterLink
 from ganglion.averaging.connections import Phone, Store
 from ganglion.averaging.packed import Packed
-from ganglion.averaging.rules import Additive, Delta, Elastic, Rule
+from ganglion.averaging.rules import Additive, Delta, Elastic, Rule, WithMean
 from ganglion.averaging.served import ServedEasgd, ServedEasgdDelta, ServedSgd
 from ganglion.averaging.served_names import SERVED, ServedOptions, center_server, join_center
 from ganglion.averaging.server import CenterServer
@@ -829,6 +829,42 @@ def test_alpha_follows_workers_that_join_later() -> None:
 
     numel = Packed(torch.nn.Linear(1, 1, bias=False).double()).numel
     Bench(numel=numel).play(script)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_a_mean_of_the_centre_is_shown_and_the_centre_is_trained_from(rate: float) -> None:
+    """Pushes of 1, 2, 3: the centre is 0, 1, 3, 6; ADOWNPOUR shows their mean."""
+    means = {0.0: [0.5, 4 / 3, 2.5], 0.25: [0.25, 0.9375, 2.203125]}[rate]
+
+    def script(bench: Bench) -> None:
+        link = bench.link(0)
+        assert link.join().tolist() == link.look().tolist() == [0.0] * 8
+        for number, (center, mean) in enumerate(zip((1.0, 3.0, 6.0), means, strict=True), 1):
+            link.block.payload.fill_(float(number))
+            link.ask(PUSH, step=number)
+            assert link.answer().payload.tolist() == [center] * 8
+            assert link.look().tolist() == pytest.approx([mean] * 8)
+        link.restore(torch.full((8,), 5.0, dtype=torch.float64))
+        assert link.look().tolist() == [5.0] * 8  # it begins anew
+        link.leave()
+
+    Bench(rule=WithMean(Additive(), rate), num_workers=1).play(script)
+
+
+def test_a_snapshot_keeps_the_mean() -> None:
+    first, again = WithMean(Additive(0.5)), WithMean(Additive(0.5))
+    centers = [torch.zeros(4), torch.zeros(4)]
+    for turn in range(4):
+        sent = torch.full((4,), float(turn))
+        first.apply(centers[0], sent, 0.0, torch.empty(4))
+        if turn == 1:
+            again.load({name: tensor.clone() for name, tensor in first.state().items()})
+            centers[1].copy_(centers[0])
+        if turn > 1:
+            again.apply(centers[1], sent, 0.0, torch.empty(4))
+    assert torch.equal(again.shown(centers[1]), first.shown(centers[0]))
+    with pytest.raises(ConfigError, match="mean_rate = 2"):
+        WithMean(Additive(), 2)
 
 
 # --- by name -------------------------------------------------------------------------------------
