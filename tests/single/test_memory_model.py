@@ -49,6 +49,7 @@ from ganglion.topology import Mesh
 from ganglion.trace import Recorder
 from ganglion.train import Run
 from ganglion.train.pipelined import PipelineExecutor
+from ganglion.train.precision import WideLoss
 from ganglion.train.replica_executor import ReplicaExecutor
 from tests.tensors import named
 from tests.training import SHAPES, Case, make_batches, make_run, share_of
@@ -298,6 +299,10 @@ def measured_blocks(world: World, shape: ModelShape, precision: str) -> list[Blo
         torch.manual_seed(0)
         blocks = build_model(shape).blocks()
         x, target = sample(shape)
+    if precision == "bf16_master":
+        for block in blocks.values():
+            block.to(torch.bfloat16)
+        x = x.bfloat16() if x.is_floating_point() else x
     loss = cross_entropy
     if world.mesh.num_ranks > 1:
         cuts = tensor_cuts(blocks)
@@ -306,15 +311,16 @@ def measured_blocks(world: World, shape: ModelShape, precision: str) -> list[Blo
         if group is not None:
             loss = lambda output, target: split_cross_entropy(output, target, group)  # noqa: E731
     found, last = [], len(blocks) - 1
+    wide = WideLoss(loss) if precision == "bf16_master" else loss
     for number, block in enumerate(blocks.values()):
-        end = (lambda y: loss(y, target)) if number == last else (lambda y: y)
+        end = (lambda y: wide(y, target)) if number == last else (lambda y: y)
         measured, output = measured_block(block, x, precision, end)
         found.append(measured)
         x = output.detach().requires_grad_()
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master"])
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "".join(axes) or "whole")
 @pytest.mark.parametrize("model", BLOCKS)
 def test_autograd_keeps_what_is_predicted(model: str, axes: dict[str, Any], precision: str) -> None:

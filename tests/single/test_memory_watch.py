@@ -13,15 +13,15 @@ from ganglion import Plan
 from ganglion.comm import World, run_threads
 from ganglion.config import MemoryOptions, predicted_memory
 from ganglion.costs import Memory
-from ganglion.models import build_model, cross_entropy
-from ganglion.pipeline import Chain
+from ganglion.models import cross_entropy
 from ganglion.schedules.update_buckets import GRAIN
+from ganglion.topology import Mesh
 from ganglion.train import parallelize
 from ganglion.train.memory_watch import MemoryWatch, held_bytes
 from ganglion.train.offloaded import OffloadSettings
 from ganglion.train.saved_bytes import SavedBytes
 from tests.single.test_memory_model import STATES, Layouts, plan_of, told
-from tests.training import FACTORIES, SHAPES, make_batches, make_model, share_of
+from tests.training import FACTORIES, SHAPES, make_batches, make_model, make_run, share_of
 
 # "center" is counted by half: what is on its way has no tensor of its own between exchanges.
 COUNTED = ("weights", "versions", "gradients", "master", "moments", "buckets")
@@ -85,31 +85,29 @@ def test_a_run_counts_what_the_model_predicts(layout: Layouts, tmp_path: Path) -
 # --- what autograd keeps -------------------------------------------------------------------------
 
 
-def saved_by_chain(recompute: bool) -> tuple[SavedBytes, Memory]:
-    shape = SHAPES["gpt"]
-    torch.manual_seed(0)
-    model = build_model(shape)
-    blocks = list(model.blocks().values())
-    chain = Chain(blocks, loss_fn=cross_entropy, recompute=recompute)
-    ids = torch.zeros(2, shape.seq_len, dtype=torch.long)  # type: ignore[union-attr]
-    saved = SavedBytes(model.parameters())
-    with saved.watching():
-        loss = chain.forward(ids, ids, lambda block: None)
-        loss.backward()  # type: ignore[no-untyped-call]
-    plan = Plan(microbatch_size=2, recompute="full" if recompute else "none")
-    (held,) = predicted_memory(shape, plan, MemoryOptions())
-    return saved, held
+def saved_in_a_step(recompute: str) -> tuple[SavedBytes, Memory]:
+    """Train one step of two samples; return what autograd kept, and what was predicted."""
+    layout = Layouts("gpt", Plan(microbatch_size=2, recompute=recompute))
+
+    def body(world: World) -> SavedBytes:
+        with make_run(world, layout.plan, layout.case) as run:
+            saved = run.count_saved()
+            list(run.steps([share_of(make_batches(layout.case)[0], world, layout.plan)]))
+            return saved
+
+    (held,) = predicted_memory(SHAPES["gpt"], layout.plan, MemoryOptions())
+    return run_threads(Mesh(), body)[0], held
 
 
 def test_what_autograd_keeps_is_counted_while_it_lives() -> None:
-    saved, held = saved_by_chain(recompute=False)
+    saved, held = saved_in_a_step("none")
     assert saved.live_peak == pytest.approx(held.activations, rel=0.05)  # and the tokens
     assert saved.again_peak == 0
     assert saved.num_bytes == 0, "all is let go after backward"
 
 
 def test_the_inside_of_a_block_that_runs_again_is_counted_apart() -> None:
-    saved, held = saved_by_chain(recompute=True)
+    saved, held = saved_in_a_step("full")
     assert saved.live_peak == pytest.approx(held.activations, rel=0.05)
     assert saved.again_peak == pytest.approx(held.recomputed, rel=0.05)
     assert saved.num_bytes == 0
