@@ -52,6 +52,8 @@ def save_run(
     folder: Path, parts: RunParts, step: int, keep: int, extra: Mapping[str, JSON]
 ) -> Path:
     """Write the run's state below `folder`; called by all ranks."""
+    if parts.plan.drifts:  # workers that were stopped are at steps of their own: the first's counts
+        step = int(parts.world.broadcast_text(str(step)))
     state = SavedState(
         step=step,
         plan=parts.plan,

@@ -167,6 +167,26 @@ def test_workers_and_centre_of_a_drifting_run_are_saved(
         assert_same_by_name(found, center if method == "async_sgd" else weights, exactly=True)
 
 
+def save_apart(world: World, plan: Plan, case: Case, folder: str) -> int:
+    """Save when each worker is at a step of its own, as after a request to stop."""
+    run = open_run(world, plan, case)
+    train_until(run, case, 2 + world.rank)
+    run.save(folder)
+    saved_at = run.step
+    assert run.load(folder)
+    assert run.step == 2
+    run.close()
+    return saved_at
+
+
+def test_workers_at_different_steps_save_one_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    case = dataclasses.replace(CASE, dtype=torch.float32, averaging=AveragingSettings(tau=1))
+    plan = planned("async_easgd", data=2)
+    assert ranks.run(2, save_apart, plan, case, str(tmp_path)) == [2, 3]
+    (path,) = tmp_path.glob("step-*")
+    assert path.name.endswith("2")
+
+
 def test_the_command_has_servers_and_resumes(tmp_path: Path) -> None:
     options = [*TINY, "--averaging.method", "async_easgd", "--averaging.tau", "2"]
     common = ["--nproc", "3", "--averaging.servers", "1", "--output.dir", "run"]
