@@ -87,12 +87,7 @@ def _choices(given: MemorySection, tier: str) -> Iterator[Choice]:
     ]
     for offload, recompute in product(lower, _RECOMPUTES):
         choice = {**offload, **({} if recompute == "none" else {"recompute": recompute})}
-        if not any(_contradicts(given, key, value) for key, value in choice.items()):
-            yield {k: v for k, v in choice.items() if k not in given.model_fields_set}
-
-
-def _contradicts(given: MemorySection, key: str, value: object) -> bool:
-    return key in given.model_fields_set and getattr(given, key) != value
+        yield {key: value for key, value in choice.items() if key not in given.model_fields_set}
 
 
 def _fit(run: RunFile, choice: Choice, make_plan: MakePlan) -> Fit | None:
