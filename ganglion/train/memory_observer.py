@@ -10,6 +10,7 @@ from ganglion.train.job import Job
 from ganglion.train.memory_watch import held_bytes
 
 NUM_COUNTED = 3  # steps: a pipeline that never flushes is full after two
+_READ_EVERY = 10  # steps: the kernel remembers the peak, so nothing is lost in between
 _NAMES = [field.name for field in fields(Memory)]
 
 
@@ -25,12 +26,15 @@ class MemoryObserver:
         self._is_over = False
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """Read the peak."""
+        """Read the peak, if it is time."""
         self._num_steps += 1
         self._saved.is_on = self._num_steps < NUM_COUNTED
-        if not self._is_over:
+        is_milestone = self._job.is_milestone(metrics.step)
+        is_last = is_milestone or metrics.step == self._job.last_step
+        is_due = self._num_steps <= NUM_COUNTED or self._num_steps % _READ_EVERY == 0
+        if not self._is_over and (is_due or is_last):
             self._peak_bytes = self._job.memory.peak_bytes()
-        self._is_over = self._is_over or self._job.is_milestone(metrics.step)
+        self._is_over = self._is_over or is_milestone
 
     def close(self) -> None:
         """Do nothing: `gathered` is asked for when all ranks are done."""
@@ -39,7 +43,8 @@ class MemoryObserver:
         """Return what every rank held by category, and its peak; called by all ranks."""
         own = self._own()
         numbers = [float(getattr(own, name)) for name in _NAMES]
-        table = self._job.run.gather_numbers([*numbers, float(self._peak_bytes)])
+        peak_bytes = self._peak_bytes - self._job.memory.foreign_bytes()
+        table = self._job.run.gather_numbers([*numbers, float(peak_bytes)])
         return [
             (Memory(**{n: int(v) for n, v in zip(_NAMES, row[:-1], strict=True)}), int(row[-1]))
             for row in table.tolist()
