@@ -12,46 +12,23 @@ from rich.console import Console
 from rich.table import Table
 
 from ganglion import trace
+from ganglion.cli.model_times import model_times
 from ganglion.config import (
     RunFile,
     decide_activations,
-    expected_shape,
     load_run_file,
     read_toml,
     resolve,
 )
 from ganglion.config.schema import AveragingSection
-from ganglion.config.shapes import ConvShape, GPTShape
-from ganglion.costs import (
-    BlockCost,
-    BlockLayers,
-    Cluster,
-    StageTimes,
-    conv_blocks,
-    conv_layers,
-    find_cluster,
-    gpt_blocks,
-    gpt_layers,
-    held_blocks,
-    layer_times,
-    mlp_blocks,
-    mlp_layers,
-    stage_times,
-    stage_times_from_file,
-)
+from ganglion.costs import Cluster, StageTimes, find_cluster, stage_times_from_file
 from ganglion.errors import ConfigError, LayoutError, NotBuiltError
 from ganglion.plan import Plan
-from ganglion.schedules import check_planned, planned_stage_map
-from ganglion.simulator import (
-    Disturbance,
-    PlanSimulation,
-    TensorOverlap,
-    simulate_plan,
-    with_collectives,
-)
+from ganglion.schedules import check_planned
+from ganglion.simulator import Disturbance, PlanSimulation, simulate_plan
 from ganglion.simulator.averaging_plan import AveragingFigures, average_plan, without_sums
 from ganglion.trace.event import Event
-from ganglion.units import MIB, format_bytes, format_time
+from ganglion.units import format_bytes, format_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,51 +124,7 @@ def _plan_and_times(
     plan = decide_activations(run, plan)
     if cluster.stages is not None:
         return plan, stage_times_from_file(cluster, plan.pipe, plan), run.averaging
-    return plan, _model_times(run, plan, cluster, file), run.averaging
-
-
-def _model_times(run: RunFile, plan: Plan, cluster: Cluster, file: Path) -> list[StageTimes]:
-    """Return times from the model's own costs, with what split layers wait for."""
-    stage_map = planned_stage_map(plan)
-    held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
-    blocks = _blocks(run, plan, file)
-    times = stage_times(blocks, plan, cluster, held)
-    if plan.x * plan.y * plan.z == 1:
-        return times
-    layers, overlap = _layers(run, plan), _overlap(run, plan)
-    return [
-        with_collectives(
-            one,
-            layer_times([layers[number] for number in mine], plan, cluster, pipe),
-            plan.num_microbatches,
-            overlap,
-            recompute=plan.recompute != "none",
-        )
-        for pipe, (one, mine) in enumerate(zip(times, held_blocks(blocks, plan, held), strict=True))
-    ]
-
-
-def _layers(run: RunFile, plan: Plan) -> list[BlockLayers]:
-    """Return the split layers of every block of a built-in model."""
-    shape = expected_shape(run)
-    size = plan.microbatch_size
-    if isinstance(shape, GPTShape):
-        return gpt_layers(**asdict(shape), microbatch_size=size)
-    if isinstance(shape, ConvShape):
-        return conv_layers(**asdict(shape), microbatch_size=size)
-    return mlp_layers(**asdict(shape), microbatch_size=size)
-
-
-def _overlap(run: RunFile, plan: Plan) -> TensorOverlap:
-    parallel = run.parallel
-    return TensorOverlap(
-        all_reduce=parallel.overlap,
-        reduce_scatter=parallel.overlap,
-        all_gather=parallel.overlap,
-        keep_gathered=parallel.keep_gathered,
-        keep_bytes=int(parallel.keep_gathered_mib * MIB),
-        late_sums=plan.pipe > 1,
-    )
+    return plan, model_times(run, plan, cluster, file), run.averaging
 
 
 def _check_averaging(request: SimulateRequest, plan: Plan) -> None:
@@ -249,23 +182,6 @@ def num_cluster_ranks(run: RunFile, cluster: Cluster) -> int | None:
             f"(parallel.data * pipe * x * y * z) do not fill: change either"
         )
     return num_ranks + run.averaging.servers if parallel.data == "auto" else None
-
-
-def _blocks(run: RunFile, plan: Plan, file: Path) -> list[BlockCost]:
-    """Return what the blocks of a built-in model cost."""
-    if run.model.build or run.data.kind == "dataset":
-        key = "model.build" if run.model.build else 'data.kind = "dataset"'
-        raise ConfigError(
-            f"{file}: {key} is code of your own, whose cost cannot be known before it runs: write "
-            f"its times as [stages] into the cluster file"
-        )
-    shape = expected_shape(run)
-    size = plan.microbatch_size
-    if isinstance(shape, GPTShape):
-        return gpt_blocks(**asdict(shape), microbatch_size=size)
-    if isinstance(shape, ConvShape):
-        return conv_blocks(**asdict(shape), microbatch_size=size)
-    return mlp_blocks(**asdict(shape), microbatch_size=size)
 
 
 def _disturbances(request: SimulateRequest, plan: Plan) -> tuple[Disturbance, ...]:

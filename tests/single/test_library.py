@@ -50,9 +50,11 @@ def test_the_surface_is_pinned() -> None:
     assert public == {
         "batches",
         "close",
+        "count_saved",
         "drain",
         "evaluate",
         "exchanges",
+        "gather_numbers",
         "gradients",
         "load",
         "model_tensors",
@@ -62,6 +64,7 @@ def test_the_surface_is_pinned() -> None:
         "save",
         "steps",
         "tensor_report",
+        "tensors",
     }
     assert list(inspect.signature(ganglion.parallelize).parameters)[:4] == [
         "blocks",
