@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ganglion.offload.pieces import (
+    Named,
     State,
     copied,
     foreseen_entries,
@@ -155,12 +156,13 @@ class OptimizerFreight:
         """Let one optimizer step over its pieces; return the entries to write back."""
         made: list[tuple[Piece, nn.Parameter]] = []
         state: dict[nn.Parameter, State] = {}
-        parameters: dict[int, list[nn.Parameter]] = {}
+        parameters: dict[int, list[Named]] = {}
         for group, pieces in groups.items():
             for piece in pieces:
                 parameter = self._parameter(piece)
                 state[parameter] = self._piece_state(piece)
-                parameters.setdefault(group, []).append(parameter)
+                name = self._members[piece.owner].name
+                parameters.setdefault(group, []).append((name, parameter))
                 made.append((piece, parameter))
         copy = over_pieces(self._optimizers[optimizer], parameters, state)
         copy.step()

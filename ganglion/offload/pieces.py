@@ -21,6 +21,7 @@ _ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
 _OF_PARAMETERS = ("params", "param_names")
 
 State = dict[str, Any]
+Named = tuple[str, nn.Parameter]
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -30,20 +31,29 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def over_pieces(
     optimizer: Optimizer,
-    groups: Mapping[int, Sequence[nn.Parameter]],
+    groups: Mapping[int, Sequence[Named]],
     state: Mapping[nn.Parameter, State],
 ) -> Optimizer:
-    """Return a copy of an optimizer with some groups over other parameters and their state."""
+    """Return a copy of an optimizer with some groups over other parameters and their state.
+
+    Groups keep the names of parameters, if they had any: an optimizer may need them.
+    """
     copy = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
     copy.param_groups = [
-        {**settings(optimizer.param_groups[number]), "params": list(pieces)}
-        for number, pieces in groups.items()
+        _over(optimizer.param_groups[number], pieces) for number, pieces in groups.items()
     ]
     copy.state = defaultdict(dict)
     for parameter, entries in state.items():
         copy.state[parameter] = entries
     return copy
+
+
+def _over(group: Mapping[str, Any], pieces: Sequence[Named]) -> dict[str, Any]:
+    made = {**settings(group), "params": [parameter for _, parameter in pieces]}
+    if "param_names" in group:
+        made["param_names"] = [name for name, _ in pieces]
+    return made
 
 
 def own_numbers(copy: Optimizer) -> State:
@@ -81,7 +91,7 @@ def foreseen_entries(optimizer: Optimizer) -> list[str]:
         dummy = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
         dummy.grad = torch.zeros_like(dummy)
         given = {} if not optimizer.state.get(like) else {dummy: _ones(optimizer.state[like], like)}
-        probe = over_pieces(optimizer, {number: [dummy]}, given)
+        probe = over_pieces(optimizer, {number: [("", dummy)]}, given)
         probe.step()
         for entry, value in probe.state[dummy].items():
             if is_moved(entry, value, dummy):
