@@ -154,7 +154,7 @@ class _Model:
         if plan.pipe > 1 or not flushes or plan.x * plan.y * plan.z > 1:
             bucket_size = self._largest_bucket(parameters, options.bucket_mib)
             working = with_norm(working, bucket_size, flushes=flushes)
-        working = self._with_widening(working)
+        working = self._with_tied_gradient(self._with_widening(working), holding)
         num_batches = 1 if flushes else 2  # the next one enters before the last is done
         samples = Memory(communication=num_batches * plan.share_size * _sample_bytes(self._shape))
         return working + message_memory(stages) + samples
@@ -215,6 +215,20 @@ class _Model:
         if self._plan.has_masters:
             return min(sum(sizes), _NORM_PART)  # of gradients in half, part by part
         return min(sum(sizes), max([int(bucket_mib * MIB) // _FLOAT, *sizes]))
+
+    def _with_tied_gradient(self, working: Memory, holding: Holding) -> Memory:
+        """Return the same with what a weight needs that two blocks of a stage use.
+
+        Autograd keeps its first gradient until it has the second, and sums them in a third place,
+        when all activations are gone. Along z such gradients are counted elsewhere.
+        """
+        tied = [p for p in self._parameters[-1] if p.is_tied]
+        if not tied or holding.num_stages > 1 or self._mesh.z > 1:
+            return working
+        table = sum(p.num_gathered(self._mesh) for p in tied)
+        table *= MIXED.gradient if self._plan.has_masters else _FLOAT
+        at_the_end = 3 * table - working.activations - working.recomputed
+        return replace(working, scratch=max(working.scratch + table, at_the_end))
 
     def _with_widening(self, working: Memory) -> Memory:
         """Return the same with room for the fp32 weights of a block, and one wide gradient."""
