@@ -281,13 +281,18 @@ def _serve(work: _Queue) -> None:
     """Do one thing after the other; what fails is raised where it is waited for."""
     while (item := work.get()) is not None:
         moving, do = item
+        failure: BaseException | None = None
         try:
             do()
         except BaseException as error:
-            moving.set_exception(error)
-        else:
+            failure = error
+        # Before anybody hears of the end: whoever lets go of a tensor then lets go of its memory.
+        del item, do
+        if failure is None:
             moving.set_result(None)
-        del item, do, moving  # or the last tensor lives until the next one comes
+        else:
+            moving.set_exception(failure)
+        del moving, failure
 
 
 def _close(work: _Queue, thread: threading.Thread, file: int) -> None:

@@ -90,8 +90,8 @@ def test_what_the_user_set_is_never_changed() -> None:
     assert fit(run_of(device_gib)).chosen == {"recompute": "full"}
     found = fit(run_of(device_gib, {"recompute": "none"}))
     assert found.chosen["offload"] == "disk" and found.plan.recompute == "none"
+    kept = dict.fromkeys(("recompute", "offload", "offload_activations"), "none")
     with pytest.raises(ConfigError, match=r"memory.device_gib = .* is too little"):
-        kept = dict.fromkeys(("recompute", "offload", "offload_activations"), "none")
         fit(run_of(device_gib, kept))
 
 

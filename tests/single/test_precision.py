@@ -18,6 +18,7 @@ from ganglion import Plan, parallelize
 from ganglion.comm import World, run_threads
 from ganglion.errors import ConfigError
 from ganglion.models import cross_entropy
+from ganglion.offload.activations import Hooks
 from ganglion.pipeline import Chain, WidenedCall
 from ganglion.plan import BF16_MASTER, FP16_MASTER
 from ganglion.train.pipelined import PipelineExecutor
@@ -330,7 +331,8 @@ def test_widened_weights_are_not_kept(recompute: bool) -> None:
     for block in blocks:
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
-    chain = Chain(blocks, loss_fn=_mean, call=WidenedCall(), recompute=recompute)
+    spans = [range(number, number + 1) for number in range(num_blocks)] if recompute else []
+    chain = Chain(blocks, loss_fn=_mean, call=WidenedCall(), segments=spans)
     hidden, target = torch.ones(2, size), torch.zeros(2, size)
 
     def step() -> None:
@@ -348,7 +350,7 @@ def _mean(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
-def _keeping(block: nn.Module, hidden: Tensor) -> Tensor:
+def _keeping(block: nn.Module, hidden: Tensor, hooks: Hooks | None) -> Tensor:
     """Run with widened copies as a plain functional call keeps them."""
     copied = {name: p.double().float() for name, p in block.named_parameters()}
     output: Tensor = torch.func.functional_call(block, copied, (hidden,))
