@@ -90,17 +90,19 @@ def print_memory(folder: Path, console: Console) -> None:
 def counted_categories(plan: Plan) -> list[str]:
     """Return what is counted by looking at tensors.
 
-    Autograd tells one listener what it saves: blocks that are widened listen themselves.
+    Autograd tells one listener what it saves: blocks that are widened, or whose activations go
+    elsewhere, listen themselves.
     """
-    unknown = (*_NOT_COUNTED, *(_SAVED if plan.compute_fp32 else ()))
+    is_heard = not plan.compute_fp32 and plan.offload_activations == "none"
+    unknown = (*_NOT_COUNTED, *(() if is_heard else _SAVED))
     return [name for name in CATEGORIES if name not in unknown]
 
 
 def _predicted(file: RunFile, plan: Plan, shape: ModelShape | None) -> Sequence[Memory | None]:
-    """Return what each rank was to hold."""
+    """Return what each rank was to hold; servers are none of them."""
     mesh = plan.mesh()
     if shape is None:
-        return [None] * plan.num_ranks
+        return [None] * mesh.num_ranks
     by_pipe = predicted_memory(shape, plan, MemoryOptions.of(file))
     return [by_pipe[mesh.coordinates(rank).pipe] for rank in range(mesh.num_ranks)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan
+from ganglion.cli.measured_memory import counted_categories, write_memory
 from ganglion.comm import World, run_threads
-from ganglion.config import MemoryOptions, predicted_memory
+from ganglion.config import MemoryOptions, RunFile, predicted_memory
+from ganglion.config.run_folder import MEMORY_FILE
 from ganglion.costs import Memory
 from ganglion.models import cross_entropy
 from ganglion.schedules.update_buckets import GRAIN
@@ -149,3 +152,18 @@ def test_memory_is_counted_where_it_comes_first() -> None:
     parameter = nn.Parameter(flat[:4])
     tensors: dict[str, list[Tensor]] = {"weights": [parameter], "versions": [flat, torch.ones(3)]}
     assert held_bytes(tensors) == {"weights": 40, "versions": 12}
+
+
+def test_servers_are_no_ranks_that_were_measured(tmp_path: Path) -> None:
+    plan = Plan(data=2, averaging="async_easgd", servers=1)
+    measured = [(Memory(weights=4), 10), (Memory(weights=8), 20)]
+    write_memory(tmp_path, measured, file=RunFile(), plan=plan, shape=None, device="cpu")
+    ranks = json.loads((tmp_path / MEMORY_FILE).read_text())["ranks"]
+    assert [rank["measured_peak"] for rank in ranks] == [10, 20]
+
+
+def test_activations_that_somebody_else_listens_to_are_not_told() -> None:
+    assert {"activations", "recomputed"} <= set(counted_categories(Plan()))
+    widened = Plan(precision="bf16_master", compute_fp32=True)
+    for plan in (widened, Plan(offload_activations="disk")):
+        assert not {"activations", "recomputed"} & set(counted_categories(plan))
