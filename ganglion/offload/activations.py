@@ -268,6 +268,8 @@ class _Piece:
                 f"before it reached the tier of memory.offload_activations: use inplace=False"
             )
         if self._source is not None:
+            # Until it is written, the thread that writes it would hold on to what backward frees.
+            self._writing.wait()
             return self._source
         self.call_back()
         assert self._back is not None

@@ -98,6 +98,7 @@ def begin_at(world: World, plan: Plan, case: Case, folder: str) -> tuple[Weights
     run = open_run(world, plan, case)
     assert run.load(folder)
     found = copies(run.model_tensors()), copies(run._parts.shared_tensors())
+    world.barrier()  # whoever goes on moves the centre
     train_until(run, case, case.num_steps)
     return found
 
@@ -144,6 +145,7 @@ def resume_drifting(world: World, plan: Plan, case: Case, folder: str) -> Any:
     train_until(run, dataclasses.replace(case, num_steps=1), 1)  # its weights and centre are wrong
     assert run.load(folder)
     found = copies(run.model_tensors()), copies(run._parts.shared_tensors())
+    world.barrier()  # whoever goes on moves the centre
     train_until(run, case, case.num_steps)
     metrics = run.exchanges()
     assert metrics is not None

@@ -130,14 +130,14 @@ def test_a_rank_that_computes_something_else_is_found_out(tmp_path: Path) -> Non
 
 
 def test_a_layout_that_a_rank_refuses_ends_in_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs the extra `hf`")
-    settings = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 18, "n_head": 3, "n_layer": 1}
-    args = [word for key, value in settings.items() for word in (f"--model.args.{key}", str(value))]
-    model = ["--model.build", "ganglion.models.hugging_face:build", *args]
-    options = ["--model.args.attn_pdrop", "0.0", "--parallel.x", "2"]
-    result = verify(*TINY, *model, *options, cwd=tmp_path)
+    """Sizes inside a model of one's own are known to the ranks alone."""
+    (tmp_path / "mine.py").write_text(OWN_MODEL.format(factor=0.0).replace("10)", "9)", 1))
+    (tmp_path / "run.toml").write_text(
+        '[model]\nbuild = "mine:build"\n[data]\nkind = "dataset"\nsource = "mine:numbers"\n'
+    )
+    result = verify("run.toml", "--parallel.x", "2", cwd=tmp_path)
     assert result.returncode == 1
-    assert "layers.0.attention.attn: n_head = 3 cannot be split over x = 2" in result.stderr
+    assert "mine.weight: dim 0 of a parameter of shape (9, 8) has 9 entries" in result.stderr
     assert "Traceback" not in result.stderr
     logs = re.search(r"logs of all ranks: (.*)", result.stderr)
     assert logs is not None and (Path(logs[1]) / "rank0.log").exists()

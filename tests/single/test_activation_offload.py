@@ -476,6 +476,8 @@ def test_a_file_that_was_cut_is_noticed(tmp_path: Path) -> None:
     stage.forward(0, torch.randn(ROWS, WIDTH))
     offload = stage._settings.offload
     assert offload is not None and isinstance(offload.tier, ScratchFile)
+    # Moves are made in the order of their calls: after this one, all others are there.
+    offload.tier.room(1).begin_write(torch.zeros(1, dtype=torch.uint8)).wait()
     os.ftruncate(offload.tier._file, 0)
     with pytest.raises(OffloadError, match="the scratch file ends before"):
         stage.backward(0, torch.ones(ROWS, WIDTH))
