@@ -58,6 +58,7 @@ def test_published_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # processes that are halved until they fit
 def test_predictions_and_the_largest_model(tmp_path: Path) -> None:
     _, rows = run("predicted", tmp_path)
     assert {"predicted_one", "predicted_pipe2-2bw", "predicted_x2"} < set(rows)
