@@ -15,13 +15,52 @@ from torch import Tensor, nn
 
 from ganglion.pipeline import WeightVersions
 from ganglion.train.optimizers import OptimizerFactory, build_optimizers
-from ganglion.train.updating import Wait, all_there, state_tensors
+from ganglion.train.updating import (
+    InMemory,
+    PlacedUpdate,
+    StatePlace,
+    Wait,
+    all_there,
+    wait_for_all,
+)
 
 
-class MasterUpdate:
-    """Optimizers on fp32 masters; the parameters of the model follow them."""
+class OnMasters(PlacedUpdate):
+    """Optimizers on fp32 masters, wherever these are; the parameters of the model follow them."""
 
-    is_gradual = False
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        masters: Mapping[str, nn.Parameter],
+        factory: OptimizerFactory,
+        versions: WeightVersions | None,
+        state: StatePlace | None = None,
+    ) -> None:
+        """Build optimizers for the masters of trainable parameters, which go by the same names."""
+        self._parameters = parameters
+        self._masters = masters
+        self.optimizers = build_optimizers(factory, masters) if masters else []
+        super().__init__(InMemory(self.optimizers) if state is None else state, versions)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the masters."""
+        self._state.check()
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    def on_load(self) -> None:
+        """Round the masters to the present weights, and take state that was loaded."""
+        self._round(self._parameters if self._versions is None else self._versions.present())
+        self._state.on_load()
+
+    @torch.no_grad()
+    def _round(self, weights: Mapping[str, Tensor]) -> None:
+        for name, master in self._masters.items():
+            weights[name].copy_(master)
+            self._state.on_saved()  # one after the other: they may come from a lower tier
+
+
+class MasterUpdate(OnMasters):
+    """Masters in memory, with wide gradients beside them."""
 
     def __init__(
         self,
@@ -30,57 +69,27 @@ class MasterUpdate:
         factory: OptimizerFactory,
         versions: WeightVersions | None = None,
     ) -> None:
-        """Build optimizers for the masters of trainable parameters, which go by the same names."""
-        self._parameters = parameters
-        self._masters = masters
-        self._versions = versions
+        """Give masters gradients, and build optimizers for them."""
+        super().__init__(parameters, masters, factory, versions)
         self._flat = _give_gradients(masters)
-        self.optimizers = build_optimizers(factory, masters) if masters else []
-
-    def begin(self) -> None:
-        """Do nothing: all is here."""
 
     def step(
         self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there
     ) -> None:
         """Widen the gradients, let the optimizers step, and round to the next weights."""
-        for number in range(len(buffers)):
-            wait(number)
+        wait = wait_for_all(buffers, wait)
         for name, master in self._masters.items():
             gradient = self._parameters[name].grad
             assert master.grad is not None and gradient is not None, "both live in flat memory"
             master.grad.copy_(gradient)
         if factor is not None:
             self._flat.mul_(factor)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self._state.update(wait)
         if self._versions is None:
             self._round(self._parameters)
         else:
             self._round(self._versions.open_next())
             self._versions.end_update()
-
-    def skip(self) -> None:
-        """Let the next version, if there are versions, be the present one."""
-        if self._versions is not None:
-            self._versions.begin_update()
-            self._versions.end_update()
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the masters."""
-        return {name: master.detach() for name, master in self._masters.items()}
-
-    def on_load(self) -> None:
-        """Round the masters to the present weights."""
-        present = self._parameters if self._versions is None else self._versions.present()
-        self._round(present)
-
-    def on_saved(self) -> None:
-        """Do nothing."""
-
-    def room(self, name: str, entry: str) -> Tensor | None:
-        """Return None: state lives in memory."""
-        return None
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the fp32 gradients of the last step."""
@@ -92,16 +101,8 @@ class MasterUpdate:
         return {
             "gradients": [self._flat],
             "master": list(self._masters.values()),
-            "moments": state_tensors(self.optimizers),
+            **self._state.tensors(),
         }
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    @torch.no_grad()
-    def _round(self, weights: Mapping[str, Tensor]) -> None:
-        for name, master in self._masters.items():
-            weights[name].copy_(master)
 
 
 def _give_gradients(masters: Mapping[str, nn.Parameter]) -> Tensor:

@@ -29,8 +29,8 @@ from ganglion.offload import (
 )
 from ganglion.pipeline import ErrorFeedback, WeightVersions
 from ganglion.trace import Recorder
-from ganglion.train.optimizers import OptimizerFactory, build_optimizers
-from ganglion.train.updating import Wait, all_there, state_tensors
+from ganglion.train.optimizers import OptimizerFactory
+from ganglion.train.updating import PlainUpdate, Wait, state_tensors
 from ganglion.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ class OffloadSettings:
 
 class StateOnTier:
     """The state of some parameters on a tier of their own, and what moves it."""
+
+    is_gradual = True
 
     def __init__(
         self,
@@ -130,6 +132,10 @@ class StateOnTier:
         self.freight.adopt()
         self.store.release()
 
+    def on_saved(self) -> None:
+        """Give back the memory that reading the state took."""
+        self.store.release()
+
     def room(self, name: str, entry: str) -> Tensor | None:
         """Return where a load should put an entry that is shaped like its parameter."""
         return self.freight.view(self.names.index(name), entry) if name in self.names else None
@@ -148,10 +154,8 @@ class StateOnTier:
         self.store.close()
 
 
-class OffloadedUpdate:
+class OffloadedUpdate(PlainUpdate):
     """Optimizers on the parameters themselves, with their state on a tier."""
-
-    is_gradual = True
 
     def __init__(
         self,
@@ -166,74 +170,9 @@ class OffloadedUpdate:
 
         With `versions` each step makes the next one, corrected by `feedback`.
         """
-        self._parameters = parameters
-        self._versions = versions
-        self._feedback = feedback
-        optimized = parameters if versions is None else versions.optimized
-        self.optimizers = build_optimizers(factory, optimized) if optimized else []
-        self._state = state
-        weights = ResidentWeights([optimized[name] for name in state.names])
-        state.carry(self.optimizers, optimized, weights, chunks_of(parameters, buckets))
-
-    def begin(self) -> None:
-        """Begin to read the state of the first buckets."""
-        self._state.begin()
-
-    def step(
-        self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there
-    ) -> None:
-        """Scale the gradients where they are, and update bucket by bucket."""
-        if factor is not None:
-            for number, buffer in enumerate(buffers):
-                wait(number)
-                buffer.mul_(factor)
-            wait = all_there
-        if self._versions is not None:
-            self._versions.begin_update()
-            self._versions.take_gradients()
-        self._state.update(wait)
-        if self._feedback is not None:
-            self._feedback.correct()
-        if self._versions is not None:
-            self._versions.end_update()
-
-    def skip(self) -> None:
-        """Let the next version, if there are versions, be the present one."""
-        if self._versions is not None:
-            self._versions.begin_update()
-            self._versions.end_update()
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the parameters."""
-        self._state.check()
-        return {name: parameter.detach() for name, parameter in self._parameters.items()}
-
-    def on_load(self) -> None:
-        """Take state that was loaded to the tier, if it is not there already."""
-        self._state.on_load()
-
-    def on_saved(self) -> None:
-        """Give back the memory that reading the state took."""
-        self._state.store.release()
-
-    def room(self, name: str, entry: str) -> Tensor | None:
-        """Return where a load should put an entry that is shaped like its parameter."""
-        return self._state.room(name, entry)
-
-    def gradients(self) -> Mapping[str, Tensor]:
-        """Return the gradients of the parameters."""
-        named = self._parameters.items()
-        return {name: p.grad for name, p in named if p.grad is not None}
-
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Return state on the tier and in flight, and what error feedback remembers."""
-        found = self._state.tensors()
-        remembered = {} if self._feedback is None else self._feedback.previous
-        return {**found, "moments": [*found["moments"], *remembered.values()]}
-
-    def close(self) -> None:
-        """End the threads, and give back what the tier holds."""
-        self._state.close()
+        super().__init__(parameters, factory, versions, feedback, state)
+        weights = ResidentWeights([self._optimized[name] for name in state.names])
+        state.carry(self.optimizers, self._optimized, weights, chunks_of(parameters, buckets))
 
 
 def chunks_of(parameters: Mapping[str, nn.Parameter], buckets: GradientBuckets) -> dict[str, int]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ganglion.gradients import GradientBuckets
 from ganglion.offload import MASTER, MasterWeights, Slot
 from ganglion.pipeline import WeightVersions
+from ganglion.train.masters import OnMasters
 from ganglion.train.offloaded import StateOnTier, chunks_of
-from ganglion.train.optimizers import OptimizerFactory, build_optimizers
+from ganglion.train.optimizers import OptimizerFactory
 from ganglion.train.updating import Wait, all_there
 
 
@@ -28,10 +29,8 @@ def masters_on_tier(state: StateOnTier) -> dict[str, nn.Parameter]:
     }
 
 
-class OffloadedMasterUpdate:
-    """Optimizers on masters that live on a tier; the parameters of the model follow them."""
-
-    is_gradual = True
+class OffloadedMasterUpdate(OnMasters):
+    """Masters that live on a tier, beside the state of their optimizers."""
 
     def __init__(
         self,
@@ -43,19 +42,12 @@ class OffloadedMasterUpdate:
         versions: WeightVersions | None = None,
     ) -> None:
         """Build optimizers for masters that `masters_on_tier` made of the same `state`."""
-        self._parameters = parameters
-        self._masters = masters
-        self._versions = versions
-        self._state = state
+        super().__init__(parameters, masters, factory, versions, state)
+        self._names = state.names
         self._next: Mapping[str, Tensor] = {}
-        self.optimizers = build_optimizers(factory, masters) if masters else []
         self._weights = MasterWeights(self._half, self._gradient)
         state.carry(self.optimizers, masters, self._weights, chunks_of(parameters, buckets))
         self._weights.shared = Slot(state.freight.slot_bytes, state.device)
-
-    def begin(self) -> None:
-        """Begin to read masters and state of the first buckets."""
-        self._state.begin()
 
     def step(
         self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there
@@ -66,34 +58,6 @@ class OffloadedMasterUpdate:
         self._state.update(wait)
         if self._versions is not None:
             self._versions.end_update()
-
-    def skip(self) -> None:
-        """Let the next version, if there are versions, be the present one."""
-        if self._versions is not None:
-            self._versions.begin_update()
-            self._versions.end_update()
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the masters: views of the tier."""
-        self._state.check()
-        return {name: master.detach() for name, master in self._masters.items()}
-
-    @torch.no_grad()
-    def on_load(self) -> None:
-        """Round the masters to the present weights, one after the other."""
-        present = self._parameters if self._versions is None else self._versions.present()
-        for name, master in self._masters.items():
-            present[name].copy_(master)
-            self._state.store.release()
-        self._state.on_load()
-
-    def on_saved(self) -> None:
-        """Give back the memory that reading masters and state took."""
-        self._state.store.release()
-
-    def room(self, name: str, entry: str) -> Tensor | None:
-        """Return where a load should put an entry that is shaped like its parameter."""
-        return self._state.room(name, entry)
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients of the last step widened anew: none were kept."""
@@ -111,14 +75,10 @@ class OffloadedMasterUpdate:
         assert wide is not None, "made with the update"
         return {**found, "buckets": [*found["buckets"], *wide.rooms()]}
 
-    def close(self) -> None:
-        """End the threads, and give back what the tier holds."""
-        self._state.close()
-
     def _half(self, member: int) -> Tensor:
-        return self._next[self._state.names[member]].detach()
+        return self._next[self._names[member]].detach()
 
     def _gradient(self, member: int) -> Tensor:
-        gradient = self._parameters[self._state.names[member]].grad
+        gradient = self._parameters[self._names[member]].grad
         assert gradient is not None, "gradients live in flat memory"
         return gradient
