@@ -174,8 +174,15 @@ DDP_CONTESTANTS = [
 
 def ddp_rows(task: DdpTask, rounds: int) -> list[RealRow]:
     """Measure samples a second, and accuracy after as many samples."""
+    return trial_rows("ddp", DDP_CONTESTANTS, task, rounds)
+
+
+def trial_rows(
+    part: str, contestants: Sequence[Contestant], task: DdpTask, rounds: int
+) -> list[RealRow]:
+    """Let contestants train on the same samples, and compare each with its peer."""
     figures = measure_figures(
-        DDP_CONTESTANTS, (task,), rounds, warm_ups=0, preloaded=PRELOADED, title="ddp"
+        contestants, (task,), rounds, warm_ups=0, preloaded=PRELOADED, title=part
     )
     samples = task.steps * task.batch_size * NUM_RANKS
     rates = {
@@ -183,7 +190,7 @@ def ddp_rows(task: DdpTask, rounds: int) -> list[RealRow]:
         for name, turns in figures.items()
     }
     found = {name: [turn[0]["accuracy"] for turn in turns] for name, turns in figures.items()}
-    rows = [_ddp_row(contestant, rates, found) for contestant in DDP_CONTESTANTS]
+    rows = [_trial_row(part, contestant, rates, found) for contestant in contestants]
     return [replace(row, cpu_s=_cpu_s(figures[row.name])) for row in rows]
 
 
@@ -191,22 +198,30 @@ def _cpu_s(turns: Sequence[Sequence[Figures]]) -> float:
     return statistics.median(sum(said["cpu_s"] for said in turn) for turn in turns)
 
 
-def _ddp_row(
+def _trial_row(
+    part: str,
     contestant: Contestant,
     rates: Mapping[str, Sequence[float]],
     found: Mapping[str, Sequence[float]],
 ) -> RealRow:
     name, peer = contestant.name, contestant.ratio_to
     value, low, high = spread(rates[name])
-    gaps = tuple(a - b for a, b in zip(found[name], found[DDP], strict=True))
-    return RealRow(
+    row = RealRow(
         *(name, value, "samples/s", low, high),
-        ratio_to=peer,
-        ratio=None if peer is None else value / statistics.median(rates[peer]),
-        part="ddp",
+        ratio_to=None,
+        ratio=None,
+        part=part,
         accuracy=statistics.mean(found[name]),
-        accuracy_gap=None if peer is None else statistics.mean(gaps),
-        accuracy_behind=None if peer is None else -statistics.mean(gaps),
+    )
+    if peer is None:
+        return row
+    gaps = tuple(a - b for a, b in zip(found[name], found[peer], strict=True))
+    return replace(
+        row,
+        ratio_to=peer,
+        ratio=value / statistics.median(rates[peer]),
+        accuracy_gap=statistics.mean(gaps),
+        accuracy_behind=-statistics.mean(gaps),
         accuracy_gaps=gaps,
     )
 

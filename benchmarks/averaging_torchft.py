@@ -8,8 +8,7 @@ has no rows, and its note says why.
 from __future__ import annotations
 
 import importlib
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,15 +18,15 @@ import torch
 import torch.distributed as dist
 from averaging_real import (
     NUM_RANKS,
-    PRELOADED,
     TIMEOUT_S,
     DdpTask,
     RealRow,
     Trial,
     build_trial,
+    trial_rows,
 )
 from averaging_training import Images
-from harness import Contestant, Figures, measure_figures, spread
+from harness import Contestant, Figures
 
 from ganglion.averaging import ElasticAverage, diloco, local_sgd
 from ganglion.comm import World
@@ -128,35 +127,4 @@ CONTESTANTS = [
 
 def torchft_rows(task: DdpTask, rounds: int) -> list[RealRow]:
     """Measure samples a second, and accuracy after as many samples; nothing without torchft."""
-    if missing():
-        return []
-    figures = measure_figures(
-        CONTESTANTS, (task,), rounds, warm_ups=0, preloaded=PRELOADED, title="torchft"
-    )
-    samples = task.steps * task.batch_size * NUM_RANKS
-    rates = {
-        name: [samples / max(said["train_s"] for said in turn) for turn in turns]
-        for name, turns in figures.items()
-    }
-    found = {name: [turn[0]["accuracy"] for turn in turns] for name, turns in figures.items()}
-    return [_row(contestant, rates, found) for contestant in CONTESTANTS]
-
-
-def _row(
-    contestant: Contestant,
-    rates: Mapping[str, Sequence[float]],
-    found: Mapping[str, Sequence[float]],
-) -> RealRow:
-    name, peer = contestant.name, contestant.ratio_to
-    value, low, high = spread(rates[name])
-    pairs = () if peer is None else zip(found[name], found[peer], strict=True)
-    gaps = tuple(mine - other for mine, other in pairs)
-    return RealRow(
-        *(name, value, "samples/s", low, high),
-        ratio_to=peer,
-        ratio=None if peer is None else value / statistics.median(rates[peer]),
-        part="torchft",
-        accuracy=statistics.mean(found[name]),
-        accuracy_gap=statistics.mean(gaps) if gaps else None,
-        accuracy_gaps=gaps,
-    )
+    return [] if missing() else trial_rows("torchft", CONTESTANTS, task, rounds)
