@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from ganglion import Plan
-from ganglion.comm import run_threads
+from ganglion.comm import World, run_threads
 from ganglion.offload.activation_tiers import ScratchFile
+from ganglion.tensor import TensorSettings
 from ganglion.train.offloaded import OffloadSettings
 from ganglion.train.offloaded_activations import ActivationSettings
 from tests.serial import History, assert_same_by_name
-from tests.training import Case, train_split_at_once
+from tests.training import Case, make_run, train_split_at_once
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -95,3 +96,23 @@ def test_activations_of_widened_blocks_leave_memory_as_those_of_others(
         trained(plan, dataclasses.replace(CASE, num_steps=1, activations=settings))
         counts.append(sum(moved))
     assert 0 < counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_budget_for_gathered_weights_counts_them_as_they_are_stored(pipe: int) -> None:
+    """So twice as many bytes keep in fp32 what a budget keeps in half, as the model predicts."""
+
+    def kept(keep_bytes: int, precision: str) -> list[list[str]]:
+        plan = Plan(pipe=pipe, z=2, microbatch_size=4, **PRECISIONS[precision])
+        case = dataclasses.replace(CASE, tensor=TensorSettings(keep_bytes=keep_bytes))
+
+        def names(world: World) -> list[str]:
+            with make_run(world, plan, case) as run:
+                report = run.tensor_report()
+                assert report is not None
+                return list(report.kept)
+
+        return run_threads(plan.mesh(), names)
+
+    half = kept(10_000, "half")
+    assert half == kept(20_000, "fp32") != kept(10_000, "fp32")
