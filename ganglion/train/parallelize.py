@@ -37,7 +37,7 @@ from ganglion.plan import FP16_MASTER, Plan
 from ganglion.schedules import BUILT_IN, Registry, check_planned, planned_schedule
 from ganglion.schedules.loss_scale import LossScale
 from ganglion.tensor import TensorSettings
-from ganglion.topology import AXES, ModelCuts, read_launch
+from ganglion.topology import AXES, Launch, ModelCuts, read_launch
 from ganglion.trace import Recorder
 from ganglion.train.assemble import assemble
 from ganglion.train.averaged import AveragingSettings, all_are_made, average
@@ -103,9 +103,7 @@ def parallelize(
     """
     plan = _checked(plan, schedules, error_feedback)
     launch = read_launch(os.environ)
-    if world is None:
-        among, alone = workers_of(launch, plan), plan.servers > 0
-        world = open_world(among, plan.mesh(), timeout_s=timeout_s, meets_alone=alone)
+    world = _meet(launch, plan, timeout_s) if world is None else world
     device = pick_device(launch.local_rank) if device is None else device
     request = RunRequest(
         blocks=_placed(named_blocks(blocks), device, initial),
@@ -124,12 +122,7 @@ def parallelize(
         timeout_s=timeout_s,
         sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
         initial=_agreed(initial, world),
-        averaging=dataclasses.replace(
-            averaging or AveragingSettings(),
-            store=store_of(launch, plan, timeout_s),
-            listen_on=own_address(launch),
-            timeout_s=timeout_s,
-        ),
+        averaging=_reachable(averaging or AveragingSettings(), launch, plan, timeout_s),
         judge=Judge(max_grad_norm),
         call=plain_call,
         offload=offload or OffloadSettings(),
@@ -140,10 +133,7 @@ def parallelize(
     _same_start(request)
     request = dataclasses.replace(request, costs=_costs(request))
     request, splitting = split_request(request, cuts, tensor or TensorSettings())
-    if keep_freed and plan.offload == "none":
-        keep_freed_memory()
-    else:
-        return_large_blocks()
+    _tune_heap(plan, keep_freed)
     request, scaling = _in_precision(request, splitting)
     return _build(request, splitting, scaling, lr_factor, overlap, seed)
 
@@ -161,6 +151,32 @@ def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
     check_error_feedback(error_feedback, plan, schedules)
     check_precision(error_feedback, plan, schedules)
     return plan
+
+
+def _meet(launch: Launch, plan: Plan, timeout_s: float) -> World:
+    """Return the world of the processes of a launch; its servers, if any, stay outside."""
+    among, alone = workers_of(launch, plan), plan.servers > 0
+    return open_world(among, plan.mesh(), timeout_s=timeout_s, meets_alone=alone)
+
+
+def _reachable(
+    settings: AveragingSettings, launch: Launch, plan: Plan, timeout_s: float
+) -> AveragingSettings:
+    """Return the settings with where workers and servers find each other."""
+    return dataclasses.replace(
+        settings,
+        store=store_of(launch, plan, timeout_s),
+        listen_on=own_address(launch),
+        timeout_s=timeout_s,
+    )
+
+
+def _tune_heap(plan: Plan, keep_freed: bool) -> None:
+    """Keep freed host memory warm, unless memory is what the run is short of."""
+    if keep_freed and plan.offload == "none":
+        keep_freed_memory()
+    else:
+        return_large_blocks()
 
 
 def _in_precision(request: RunRequest, splitting: Splitting) -> tuple[RunRequest, LossScale | None]:
