@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ganglion.averaging.method import ExchangeMetrics
-from ganglion.comm import Group, Handle
+from ganglion.comm import Group, Handle, empty_for
 
 Bounds = Sequence[tuple[int, int]]
 
@@ -135,6 +135,4 @@ class Votes:
 
 def allocate(group: Group, like: Tensor) -> Tensor:
     """Return zeros like `like`, in memory that the group need not copy where it can be had."""
-    if like.device.type == "cpu":
-        return group.allocate(like.numel(), like.dtype).zero_()
-    return torch.zeros_like(like)
+    return empty_for(group, like.numel(), like).zero_()

@@ -83,6 +83,10 @@ class TreeGroup:
         """Return an ordinary tensor: messages are copied anyway."""
         return torch.empty(num_elements, dtype=dtype)
 
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return None: members only send messages."""
+        return None
+
     def close(self) -> None:
         """Close the transport; what was started is done first."""
         self._thread.start(self._transport.close)

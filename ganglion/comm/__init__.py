@@ -1,7 +1,7 @@
 """How ranks talk: messages between two, and collectives of groups that can be awaited later."""
 
 from ganglion.comm.choice import TRANSPORTS
-from ganglion.comm.collectives import MAX, SUM, Done, Group, Handle, SoloGroup
+from ganglion.comm.collectives import MAX, SUM, Done, Group, Handle, SoloGroup, empty_for
 from ganglion.comm.local import run_threads
 from ganglion.comm.local_transport import Faults, LocalMail
 from ganglion.comm.message import Arrival, Header
@@ -26,6 +26,7 @@ __all__ = [
     "World",
     "broadcast_tensor",
     "broadcast_text",
+    "empty_for",
     "labelled",
     "open_store",
     "open_world",

@@ -77,8 +77,22 @@ class Group(Protocol):
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized host tensor that this group's collectives need not copy."""
 
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return uninitialized host memory that all members see, or None where there is none.
+
+        All members must call it, and all get it or none does. What one writes others read; when
+        they may is for the caller to say, with barriers.
+        """
+
     def close(self) -> None:
         """Release what the group holds; it cannot be used afterwards."""
+
+
+def empty_for(group: Group, num_elements: int, like: Tensor) -> Tensor:
+    """Return flat memory like `like`; on the host, such that the group need not copy it."""
+    if like.device.type == "cpu":
+        return group.allocate(num_elements, like.dtype)
+    return torch.empty(num_elements, dtype=like.dtype, device=like.device)
 
 
 class Done:
@@ -130,6 +144,10 @@ class SoloGroup:
         return Done()
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return an ordinary tensor."""
+        return torch.empty(num_elements, dtype=dtype)
+
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
         """Return an ordinary tensor."""
         return torch.empty(num_elements, dtype=dtype)
 

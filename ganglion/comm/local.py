@@ -54,6 +54,8 @@ class _Exchange:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.meetings: dict[int, _Meeting] = {}
+        self.has_common_memory = False
+        self.common: dict[int, Tensor] = {}  # memory that all threads write to
         self.lock = threading.Lock()
         self.failed = failed
 
@@ -176,6 +178,14 @@ class LocalGroup:
         """Return an ordinary tensor: threads share all memory."""
         return torch.empty(num_elements, dtype=dtype)
 
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the tensor that whoever comes first makes, if threads act as if on one host."""
+        if not self._exchange.has_common_memory:
+            return None
+        number, self._number = self._number, self._number + 1
+        with self._exchange.lock:
+            return self._exchange.common.setdefault(number, torch.empty(num_elements, dtype=dtype))
+
     def barrier(self) -> None:
         """Return when every member has arrived."""
         nothing = torch.zeros(0)
@@ -219,7 +229,13 @@ def _combine(parts: list[Tensor], op: str) -> Tensor:
 class LocalHub:
     """The shared part of a world of threads: one exchange per group of ranks."""
 
-    def __init__(self, mesh: Mesh, timeout_s: float, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        timeout_s: float,
+        faults: Faults | None = None,
+        has_common_memory: bool = False,
+    ) -> None:
         """Prepare for the ranks of `mesh`, whose messages suffer `faults`."""
         self._mesh = mesh
         self._timeout_s = timeout_s
@@ -230,6 +246,7 @@ class LocalHub:
         self._mail: dict[tuple[tuple[str, ...], int], LocalMail] = {}
         self._num_opened: Counter[tuple[tuple[str, ...], int]] = Counter()
         self._faults = faults
+        self._has_common_memory = has_common_memory
 
     def world(self, rank: int) -> World:
         """Return the world as one thread sees it."""
@@ -245,6 +262,7 @@ class LocalHub:
                 exchange = self._exchanges.setdefault(
                     (axes, ranks, number), _Exchange(ranks, self._timeout_s, self._failed)
                 )
+                exchange.has_common_memory = self._has_common_memory
             return LocalGroup(exchange, ranks.index(rank))
 
         def transport_along(axes: tuple[str, ...], trace: Recorder | None) -> Transport:
@@ -280,12 +298,16 @@ def run_threads(
     *,
     timeout_s: float = 60.0,
     faults: Faults | None = None,
+    has_common_memory: bool = False,
 ) -> list[Result]:
     """Run `body` once per rank of `mesh`, each in a thread; return the results by rank.
 
+    With `has_common_memory` threads share memory as processes of one host do; else they only talk,
+    as ranks anywhere.
+
     The first error that is not a consequence of another rank's failure is raised.
     """
-    hub = LocalHub(mesh, timeout_s, faults)
+    hub = LocalHub(mesh, timeout_s, faults, has_common_memory)
 
     def guarded(rank: int) -> Result:
         try:

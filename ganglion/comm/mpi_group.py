@@ -110,6 +110,10 @@ class MpiGroup:
         """Return an uninitialized tensor; MPI needs no special memory."""
         return torch.empty(num_elements, dtype=dtype)
 
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return None: members may be on different hosts."""
+        return None
+
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> MpiHandle:
         """Combine `tensor` over all members, in place."""
         flat = flattened(tensor, _CARRIER)

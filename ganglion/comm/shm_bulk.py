@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ganglion.comm.shm_call import Arrival, Call, Hello, check_agreement, pack_failure
@@ -48,6 +49,8 @@ class Carrier:
 
     def carry(self, job: Job) -> None:
         """Take part in one collective, from the first word to the last byte."""
+        if job.call.kind == "share":
+            return self._share(job)
         program = program_of(job, self._staging)
         place = self.arena.find(job.source)
         if place is None:
@@ -70,6 +73,13 @@ class Carrier:
         self.arena.close()
         self._mapped.clear()
         self._staging = None  # type: ignore[assignment]
+
+    def _share(self, job: Job) -> None:
+        """Let all members see what the first one allocated, if it could."""
+        with torch.inference_mode(False):  # else it could not be written to outside of it
+            first, *_ = self._agree(job.call, self.arena.find(job.source))
+            if first.segment >= 0:
+                job.shared = self._source(0, first, job)
 
     def _pass_slabs(self, call: Call, program: Program) -> None:
         first, last = self._num_slabs, program.num_slabs - 1

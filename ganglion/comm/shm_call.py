@@ -22,7 +22,7 @@ import torch
 from ganglion.comm.collectives import MAX, SUM
 from ganglion.errors import CommError, PeerLost, ProtocolError
 
-KINDS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+KINDS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "share")
 _OPS = ("", SUM, MAX)
 # The order is the wire's: new dtypes go to the end.
 DTYPES: tuple[torch.dtype, ...] = (

@@ -101,6 +101,19 @@ class ShmGroup:
                 )
         return torch.empty(num_elements, dtype=dtype)
 
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory of the first member that all have mapped, or None if it has none.
+
+        It is kept until the group is closed, and by those who still use it then.
+        """
+        source = torch.empty(0, dtype=dtype)
+        if self.index == 0 and num_elements:
+            source = self.allocate(num_elements, dtype)
+        call = self._call("share", source)._replace(num_elements=num_elements)
+        job = self._carried(call, source, source)
+        job.wait()
+        return job.shared
+
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> EagerHandle | Job:
         """Combine `tensor` over all members, in place."""
         flat = flattened(tensor, _CARRIER)
@@ -177,6 +190,9 @@ class ShmGroup:
     ) -> EagerHandle | Job:
         if call.num_bytes <= self._eager_bytes:
             return self._eager.start(call, self._pieces(call, source), finish)
+        return self._carried(call, source, target)
+
+    def _carried(self, call: Call, source: Tensor, target: Tensor) -> Job:
         self._eager.skip(call)
         job = Job(self._progress, call, source, target)
         self._progress.start(job)

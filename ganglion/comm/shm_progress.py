@@ -39,6 +39,7 @@ class Job:
         self.taken_up_s: float | None = None
         self.finished_s: float | None = None
         self.error: CommError | None = None
+        self.shared: Tensor | None = None  # what a call of kind share found
         self.done = False
         self._gate = threading.Lock()  # an Event would cost ten times as much to make
         self._gate.acquire()

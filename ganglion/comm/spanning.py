@@ -44,6 +44,10 @@ class SpanningGroup:
         """Return a tensor that need not be copied inside the host."""
         return self._inside.allocate(num_elements, dtype)
 
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return None: members are on different hosts."""
+        return None
+
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members, in place."""
         return self._start(lambda: self._all_reduce(tensor, op))

@@ -96,6 +96,10 @@ class TorchGroup:
         """Return an ordinary tensor."""
         return torch.empty(num_elements, dtype=dtype)
 
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return None: members may be on different hosts."""
+        return None
+
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members, in place."""
         return self._start(

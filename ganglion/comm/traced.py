@@ -102,6 +102,10 @@ class TracedGroup:
         """Return an uninitialized host tensor that this group's collectives need not copy."""
         return self.plain.allocate(num_elements, dtype)
 
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory that all members see, if there is any."""
+        return self.plain.allocate_common(num_elements, dtype)
+
     def close(self) -> None:
         """Release what the group holds; it cannot be used afterwards."""
         self.plain.close()

@@ -119,6 +119,11 @@ class ParallelSection(Section):
         description="keep only so many, from the first layer on, as fit into it on each rank; 0: "
         "as keep_gathered says",
     )
+    share_pieces: bool = Field(
+        True,
+        description="ranks along z that share memory (one host, one stage) read each other's "
+        "pieces of weights where they are, and gather nothing",
+    )
     bucket_mib: float = Field(25.0, gt=0, description="size of one gradient bucket")
 
 

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from ganglion.comm import Group, Handle
+from ganglion.comm import Group, Handle, empty_for
 from ganglion.errors import ConfigError
 from ganglion.gradients.norm import sum_of_squares
 from ganglion.schedules import Bucket, plan_buckets
@@ -204,20 +203,13 @@ class GradientBuckets:
         made = _Set()
         for bucket, reach in zip(self.layout, self._reach, strict=True):
             first = self.parameters[bucket.members[0]]
-            buffer = _empty(bucket.num_elements, first, reach.group).zero_()
+            buffer = empty_for(reach.group, bucket.num_elements, first).zero_()
             made.buffers.append(buffer)
             for member, offset in zip(bucket.members, bucket.offsets, strict=True):
                 parameter = self.parameters[member]
                 part = buffer[offset : offset + parameter.numel()]
                 made.views[id(parameter)] = part.view_as(parameter)
         return made
-
-
-def _empty(num_elements: int, like: Tensor, group: Group) -> Tensor:
-    """Return memory for a bucket; on the host, such that the group need not copy it."""
-    if like.device.type == "cpu":
-        return group.allocate(num_elements, like.dtype)
-    return torch.empty(num_elements, dtype=like.dtype, device=like.device)
 
 
 def _plan(

@@ -24,6 +24,8 @@ class TensorSettings:
     modules only, `keep_bytes` for those, from the first on, whose blocks fit into so many bytes.
     `halves`: cut the rows of a layer in two, so that the all-reduce of one half, forward and
     backward, runs under the matmul of the other. This one does change the order of sums.
+    `share_pieces`: ranks along z that have memory in common keep a weight's pieces side by side
+    there, so that nobody has to gather it.
     `tune`: a folder; the matmuls of linear layers are timed once in three ways, the best of each is
     kept there and used. This one changes roundings.
     """
@@ -35,6 +37,7 @@ class TensorSettings:
     keep_names: tuple[str, ...] = ()
     keep_bytes: int = 0
     halves: bool = False
+    share_pieces: bool = True
     tune: str | None = None
 
     def __post_init__(self) -> None:

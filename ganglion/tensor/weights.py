@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ganglion.comm import Handle, labelled
+from ganglion.comm import Handle, empty_for, labelled
 from ganglion.errors import ConfigError
 from ganglion.schedules.gathers import FORWARD, RECOMPUTE, GatherOrder, Use, kept_within
 from ganglion.tensor.grid import Grid
@@ -32,6 +32,7 @@ class Weights:
         self._order = GatherOrder()
         self._stored: dict[int, StoredWeight] = {}  # by id of the parameter
         self._numbered: list[StoredWeight] = []
+        self._is_settled = False
 
     def store(
         self, parameter: nn.Parameter, *, name: str = "", is_split: bool = True, label: str = ""
@@ -61,6 +62,28 @@ class Weights:
         for weight, does_fit in zip(used, fits, strict=True):
             weight.keeps = does_fit or self._is_named(weight)
         return [weight.names[0] for weight in used if weight.keeps]
+
+    def share(self, parameters: Iterable[Tensor], *, wholly: bool) -> None:
+        """Move the pieces of these into memory that is copied less often, or never.
+
+        If `wholly`, ranks along z that share memory have the pieces side by side there, and nobody
+        gathers: `done_reading` must then be called before each update. Else a gather copies a piece
+        once. Nobody may hold the memory of a parameter yet: it is another one afterwards.
+        """
+        for parameter in parameters:
+            if id(parameter) in self._stored:
+                self._stored[id(parameter)].share(wholly)
+
+    def settle(self) -> None:
+        """Return when the shared pieces of all ranks are final, until they change."""
+        if not self._is_settled:
+            self._grid.gathers.barrier()
+            self._is_settled = True
+
+    def done_reading(self) -> None:
+        """Return when no rank reads shared pieces any more: they may change."""
+        if any(weight.is_common for weight in self._numbered):
+            self._grid.gathers.barrier()
 
     def check_names(self) -> None:
         """Refuse a name to keep that no weight has: it would be ignored."""
@@ -107,6 +130,7 @@ class Weights:
 
     def on_change(self) -> None:
         """Forget what was gathered: the weights are others now."""
+        self._is_settled = False
         self._order.on_change()
         for weight in self._numbered:
             weight.forget()
@@ -134,11 +158,17 @@ class StoredWeight:
         self._scatters = labelled(grid.scatters, label)
         self._all = all_
         self.is_split = is_split and grid.gathers.size > 1
+        self._common: Tensor | None = None  # the block, if all ranks along z have its memory
         self._gathering: tuple[Handle, Tensor] | None = None
         self._block: Tensor | None = None  # kept between uses
         self._sum: Tensor | None = None  # of gradients of the block, kept between backwards
         self._target: Tensor | None = None  # where that sum belongs
         self._pending: _Sum | None = None
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all ranks have their pieces in one memory."""
+        return self._common is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,6 +185,9 @@ class StoredWeight:
         """Return the whole block, to be read until the next call."""
         if not self.is_split:
             return self.parameter.detach()
+        if self._common is not None:
+            self._all.settle()
+            return self._common.view(self.shape)
         block = self._block
         if block is None:
             self.begin_gather()
@@ -166,6 +199,19 @@ class StoredWeight:
                 self._block = block
         self._all.on_use(self, phase)
         return block
+
+    def share(self, wholly: bool) -> None:
+        """Move the piece into memory common with other ranks, else such that gathers copy once."""
+        if not self.is_split:
+            return
+        piece = self.parameter.detach()
+        if wholly and self._settings.share_pieces and piece.device.type == "cpu":
+            self._common = self._gathers.allocate_common(math.prod(self.shape), piece.dtype)
+        if self._common is None:
+            shared = empty_for(self._gathers, piece.numel(), piece)
+        else:
+            shared = self._common.chunk(self._gathers.size)[self._gathers.index]
+        self.parameter.data = shared.view_as(piece).copy_(piece)
 
     def begin_gather(self) -> None:
         """Begin to gather the block, unless that is done or under way."""

@@ -35,7 +35,13 @@ from ganglion.train.making_updates import make_update, store_weights
 from ganglion.train.parts import Held, RunRequest
 from ganglion.train.pipelined import PipelineExecutor, StageAt
 from ganglion.train.stage_worker import StagePart, StageWorker, Tie
-from ganglion.train.tensor_split import Splitting, choose_kept, is_split, make_blocks_real
+from ganglion.train.tensor_split import (
+    Splitting,
+    choose_kept,
+    is_split,
+    make_blocks_real,
+    share_pieces,
+)
 
 
 def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Held:
@@ -128,6 +134,8 @@ def _part(
     trainable = stored.trainable
     num_kept = _versions_kept(request, schedule)
     versions = WeightVersions(trainable, num_kept) if num_kept > 1 and trainable else None
+    if versions is None:  # versions have memory of their own
+        share_pieces(request, splitting, parameters, wholly=False)
     num_sets = max(1, num_kept)
     buckets = GradientBuckets(
         trainable,

@@ -210,6 +210,7 @@ def parallelize_file(
             overlap_all_gather=file.parallel.overlap,
             keep_gathered=file.parallel.keep_gathered,
             keep_bytes=int(file.parallel.keep_gathered_mib * MIB),
+            share_pieces=file.parallel.share_pieces,
         ),
         bucket_mib=file.parallel.bucket_mib,
         timeout_s=file.train.timeout_s,

@@ -58,7 +58,13 @@ from ganglion.train.replica import Replica, autocast
 from ganglion.train.replica_executor import ReplicaExecutor
 from ganglion.train.run import Run
 from ganglion.train.servers import store_of, workers_of
-from ganglion.train.tensor_split import Splitting, choose_kept, make_blocks_real, split_request
+from ganglion.train.tensor_split import (
+    Splitting,
+    choose_kept,
+    make_blocks_real,
+    share_pieces,
+    split_request,
+)
 from ganglion.train.verdict import Judge
 from ganglion.units import MIB
 
@@ -263,6 +269,7 @@ def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overla
     parameters = named_parameters(request.blocks)
     _check_trainable(parameters)
     stored = store_weights(request, request.blocks.values(), parameters)
+    share_pieces(request, splitting, parameters, wholly=True)
     choose_kept(request, splitting, request.blocks)
     reducer = GradientReducer(
         parameters,

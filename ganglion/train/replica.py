@@ -91,6 +91,7 @@ class Replica:
         with evaluation_mode(self._chain.blocks):
             for inputs, targets in cut_batch(batch, self._plan, self._device):
                 total = total + self._chain.evaluate(inputs, targets)
+        self.done_reading()
         return total / self._plan.num_microbatches
 
     def outputs(self, inputs: Tensor) -> Tensor:
@@ -98,12 +99,18 @@ class Replica:
         with evaluation_mode(self._chain.blocks):
             inputs = as_input(inputs.to(self._device), self._plan)
             output = self._chain.evaluate(inputs, None)
+        self.done_reading()
         return wide(self._splitting.whole_output(output))
 
     def close(self) -> None:
         """Give back where activations were."""
         if self._activations is not None:
             self._activations.close()
+
+    def done_reading(self) -> None:
+        """Return when the weights may change: other ranks may see this one's."""
+        if self._splitting.weights is not None:
+            self._splitting.weights.done_reading()
 
     def on_change(self) -> None:
         """Say that the weights are others now."""

@@ -74,6 +74,7 @@ class ReplicaExecutor:
         self._update.begin()
         loss = self._replica.forward_backward(batch, step, self._judge.scale_of(step))
         lr = self._set_lr(step)
+        self._replica.done_reading()
         if self._update.is_gradual and not self._judge.needs_norm:
             verdict = self._update_gradually(step, lr)
         else:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ganglion.comm import Group, World, labelled, plain_group
 from ganglion.gradients import Reach
@@ -97,6 +97,21 @@ def choose_kept(request: RunRequest, splitting: Splitting, block_names: Iterable
     splitting.report.kept = splitting.weights.choose_kept(held.values())
     if request.world.rank == 0:
         logger.info("tensor parallelism:\n%s", splitting.report)
+
+
+def share_pieces(
+    request: RunRequest,
+    splitting: Splitting,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    wholly: bool,
+) -> None:
+    """Put stored weights where ranks along z can read each other's without a copy between.
+
+    Workers that are averaged pack their weights into memory of their own.
+    """
+    if splitting.weights is not None and not request.plan.averages:
+        splitting.weights.share(parameters.values(), wholly=wholly)
 
 
 def make_blocks_real(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:

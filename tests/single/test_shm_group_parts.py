@@ -591,6 +591,52 @@ def test_a_buffer_without_shared_memory_is_an_ordinary_one(monkeypatch: Any) -> 
     on_threads(2, body)
 
 
+@pytest.mark.parametrize("num_elements", [1, 5000])
+def test_members_see_one_memory(num_elements: int) -> None:
+    def body(groups: list[ShmGroup]) -> list[float]:
+        (group,) = groups
+        others = group.all_reduce(torch.ones(3))  # calls of all kinds keep their order
+        common = group.allocate_common(3 * num_elements, torch.float64)
+        others.wait()
+        assert common is not None
+        common.chunk(3)[group.index].fill_(group.index)
+        group.barrier()
+        seen = [float(part[-1]) for part in common.chunk(3)]
+        group.barrier()
+        with torch.inference_mode():
+            common.add_(0)
+        return seen
+
+    assert on_threads(3, body) == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_without_shared_memory_nobody_has_a_common_one(monkeypatch: Any) -> None:
+    ready, real = threading.Barrier(2), os.posix_fallocate
+
+    def fallocate(descriptor: int, offset: int, length: int) -> None:
+        if length == 100_000 * 4:
+            raise OSError(28, "No space left on device")
+        real(descriptor, offset, length)
+
+    monkeypatch.setattr(shm_segment.os, "posix_fallocate", fallocate)
+
+    def body(groups: list[ShmGroup]) -> Tensor | None:
+        ready.wait(30)
+        return groups[0].allocate_common(100_000, torch.float32)
+
+    with pytest.warns(UserWarning, match="400000 bytes .*No space left"):
+        assert on_threads(2, body) == [None, None]
+
+
+def test_common_memories_of_different_sizes_are_refused() -> None:
+    def body(groups: list[ShmGroup]) -> str:
+        size = 10 + groups[0].index
+        return str(raised(lambda: groups[0].allocate_common(size, torch.float32)))
+
+    for text in on_threads(2, body):
+        assert "0: 'share of 10 float32', 1: 'share of 11 float32'" in text
+
+
 def holdings() -> tuple[int, int, int]:
     """Return how many descriptors, threads and shared mappings this process has."""
     gc.collect()

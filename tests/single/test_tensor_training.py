@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import time
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from ganglion import Plan
 from ganglion.comm import World, run_threads
 from ganglion.errors import LayoutError
 from ganglion.models import cross_entropy, mse
-from ganglion.tensor import TensorSettings
+from ganglion.tensor import TensorSettings, apply_tensor_parallel
 from ganglion.tensor.weights import StoredWeight, Weights
+from ganglion.topology import Mesh
 from tests.serial import History
 from tests.tensors import (
     SETTINGS,
@@ -62,10 +64,14 @@ def _fit(plan: Plan, case: Case) -> Plan:
     return dataclasses.replace(plan, microbatch_size=size, num_microbatches=share // size)
 
 
-def _assert_serial(plan: Plan, case: Case) -> list[Held]:
+def _assert_serial(plan: Plan, case: Case, *, has_common_memory: bool = False) -> list[Held]:
     """Train under a plan; losses, norms, gradients and weights must be those of one process."""
     plan = _fit(plan, case)
-    held = run_threads(plan.mesh(), lambda world: train_split(world, plan, case))
+    held = run_threads(
+        plan.mesh(),
+        lambda world: train_split(world, plan, case),
+        has_common_memory=has_common_memory,
+    )
     assert_same_histories(held, _serial(case), case.dtype)
     return held
 
@@ -141,6 +147,62 @@ def test_halves_equal_the_serial_model_and_themselves_with_waits(plan: Plan, mod
         )
     )
     assert_same_bits(waiting, overlapped)
+
+
+@pytest.mark.parametrize("plan", [p for p in LAYOUTS if p.z > 1], ids=named)
+@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied"])
+def test_common_memory_changes_no_bit(plan: Plan, model: str) -> None:
+    case = dataclasses.replace(CASE, model=model)
+    gathered, read = (_assert_serial(plan, case, has_common_memory=c) for c in (False, True))
+    assert_same_bits(gathered, read)
+
+
+@pytest.mark.parametrize("tensor", ["waiting", "kept"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", ["wide_gpt", "wide_conv"])
+def test_common_memory_goes_with_everything(tensor: str, recompute: str, model: str) -> None:
+    plan = Plan(y=2, z=2, recompute=recompute)
+    case = dataclasses.replace(CASE, model=model, tensor=SETTINGS[tensor])
+    gathered, read = (_assert_serial(plan, case, has_common_memory=c) for c in (False, True))
+    assert_same_bits(gathered, read)
+
+
+@pytest.mark.parametrize("share_pieces", [True, False])
+def test_common_memory_is_not_gathered(share_pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers: list[int] = []
+    begin_gather = StoredWeight.begin_gather
+
+    def logged(weight: StoredWeight) -> None:
+        gathers.append(weight.number)
+        begin_gather(weight)
+
+    monkeypatch.setattr(StoredWeight, "begin_gather", logged)
+    settings = TensorSettings(share_pieces=share_pieces)
+    _assert_serial(Plan(z=2), dataclasses.replace(CASE, tensor=settings), has_common_memory=True)
+    assert bool(gathers) == (not share_pieces)
+
+
+def test_nobody_writes_what_others_still_read() -> None:
+    # Rank 1 is late, with its reading and then with its writing.
+    def body(world: World) -> list[float]:
+        linear = nn.Linear(1, 2, bias=False)
+        split = apply_tensor_parallel({"0": nn.Sequential(linear)}, world, {})
+        (parameter,) = split.blocks["0"].parameters()
+        split.weights.share([parameter], wholly=True)
+        seen = []
+        for number in range(3):
+            time.sleep(0.1 * world.rank)
+            with torch.no_grad():
+                parameter.fill_(number + world.rank / 2)
+            split.weights.on_change()
+            split.blocks["0"](torch.ones(1, 1))  # from here on nobody waits for anybody
+            time.sleep(0.1 * world.rank)
+            seen += split.blocks["0"](torch.ones(1, 1)).flatten().tolist()
+            split.weights.done_reading()
+        return seen
+
+    for seen in run_threads(Mesh(z=2), body, has_common_memory=True):
+        assert seen == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
 
 
 # --- recomputation, evaluation, precision --------------------------------------------------------
