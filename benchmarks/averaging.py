@@ -1,19 +1,21 @@
 """Elastic averaging: the paper's methods on a virtual clock, and ours against torch DDP.
 
-    python benchmarks/averaging.py [--part paper|scaling|ddp|torchft|packing|all] [--json] [--quick]
-                                   [--rounds N] [--seeds N] [--results FILE] [--plots FOLDER]
-                                   [--data FOLDER] [--target A] [--max-batches N]
+    python benchmarks/averaging.py [--part paper|wall|scaling|ddp|torchft|packing|all]
+                                   [--json] [--quick] [--rounds N] [--seeds N] [--results FILE]
+                                   [--plots FOLDER] [--data FOLDER] [--target A] [--max-batches N]
 
     paper      LeNet on Fashion-MNIST with 4 workers: virtual seconds to the target accuracy
+    wall       the same methods as real processes, with messages at the same price: ms a batch
     scaling    the paper's weak scaling, predicted from its 2-node row; then up to 16,384 nodes
     ddp        Sync EASGD with tau 10 against torch DDP, 2 processes: samples/s and accuracy
     torchft    local SGD and DiLoCo with tau 10 against torchft's, 2 processes, if it is installed
     packing    one message against one for each tensor, 2 processes: exchanges/s
 
 `make averaging-data` installs Fashion-MNIST; `--data` names a folder of MNIST's files instead.
-With `--results`, finished trainings of `paper` are kept, and a run goes on where it was. Whatever
-the unit, a ratio above 1 means better than `ratio_to`. Rows of `paper` with the rates of each
-method end in `_tuned`. `bars` says what was aimed at; a quick run does not decide them.
+With `--results`, finished trainings of `paper` are kept, and a run goes on where it was; `wall`
+takes its prices from there, too, or measures a pass as `paper` does. Whatever the unit, a ratio
+above 1 means better than `ratio_to`. Rows of `paper` with the rates of each method end in `_tuned`.
+`bars` says what was aimed at; a quick run does not decide them.
 """
 
 from __future__ import annotations
@@ -29,19 +31,22 @@ import averaging_paper
 import averaging_real
 import averaging_scaling
 import averaging_torchft
+import averaging_wall
+import torch
 from averaging_paper import JITTER, ORIGINAL, PEERS, SHARE, SYNC_3, Curves, PaperRow, PaperTask
 from averaging_real import EASGD, DdpTask, RealRow
 from averaging_scaling import ScalingRow
+from averaging_wall import WallRow, WallTask
 from bars import Bar, make_bars, make_table, shown, tell
 from harness import arguments, machine
 from rich.table import Table
 
-PARTS = ("paper", "scaling", "ddp", "torchft", "packing")
+PARTS = ("paper", "wall", "scaling", "ddp", "torchft", "packing")
 TIE = 0.95  # the share of the first's speed that still ties with it
 # Points of efficiency and of accuracy, and shares: the less the better.
 AT_MOST = ("communication_share", "difference", "accuracy_behind")
 SHARES = {"sync_easgd_1": 0.25, "sync_easgd_2": 0.20, SYNC_3: 0.14}
-AnyRow = PaperRow | ScalingRow | RealRow
+AnyRow = PaperRow | WallRow | ScalingRow | RealRow
 BARS: dict[tuple[str, str], float] = {
     (SYNC_3, "ratio"): 5.3,
     **{(name, "communication_share"): share for name, share in SHARES.items()},
@@ -63,7 +68,9 @@ def tables_of(rows: Sequence[AnyRow]) -> list[Table]:
     paper = [row for row in rows if isinstance(row, PaperRow)]
     scaling = [row for row in rows if isinstance(row, ScalingRow)]
     real = [row for row in rows if isinstance(row, RealRow)]
+    wall = [row for row in rows if isinstance(row, WallRow)]
     tables = [paper_table(paper), breakdown_table(paper)] if paper else []
+    tables += [wall_table(wall)] if wall else []
     tables += [scaling_table(scaling)] if scaling else []
     return tables + ([real_table(real)] if real else [])
 
@@ -93,6 +100,23 @@ def breakdown_table(rows: Sequence[PaperRow]) -> Table:
         if not row.name.endswith("_tuned"):
             parts = [*(row.shares[name] for name in names), row.communication_share]
             table.add_row(row.name, f"{1e3 * row.batch_s:.3f}", *(f"{100 * p:.1f}" for p in parts))
+    return table
+
+
+def wall_table(rows: Sequence[WallRow]) -> Table:
+    columns = ("ms a batch", "quartiles", "simulated", "wall / simulated")
+    shares = ("communication %", "simulated %")
+    table = make_table("wall", "name", *columns, *shares, "throughput", "simulated")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.value:.3f}",
+            f"{row.low:.3f} - {row.high:.3f}",
+            f"{row.simulated:.3f}",
+            f"{row.to_simulated:.3f}",
+            *(f"{100 * share:.1f}" for share in (row.communication_share, row.simulated_share)),
+            *(f"{ratio:.2f}" for ratio in (row.ratio or 1.0, row.simulated_ratio)),
+        )
     return table
 
 
@@ -133,7 +157,11 @@ def bars_of(rows: Sequence[AnyRow]) -> list[Bar]:
 
 
 def notes_of(
-    task: PaperTask, curves: Curves | None, options: argparse.Namespace, rounds: int
+    task: PaperTask,
+    wall: WallTask,
+    curves: Curves | None,
+    options: argparse.Namespace,
+    rounds: int,
 ) -> dict[str, Any]:
     """Say how it was measured."""
     notes = {**machine(), "quick": options.quick, "rounds": rounds, "threads_a_process": 1}
@@ -152,6 +180,8 @@ def notes_of(
         f"{1e3 * costs.update_s:.3f} and {1e3 * costs.host_center_s:.3f} ms, message "
         f"{1e3 * costs.host_link.message_s:.4f} ms and {1e9 * costs.host_link.byte_s:.4f} ns a "
         f"byte: {ORIGINAL} communicates {100 * SHARE:.0f} %",
+        "wall": f"passes and messages times {wall.pass_s / costs.pass_s:.3f}, {wall.steps} steps "
+        f"a worker and round",
     }
 
 
@@ -204,6 +234,11 @@ def main() -> None:
             import averaging_plots  # needs the extra `plot`
 
             averaging_plots.draw(found, curves, options.plots)
+    wall = averaging_wall.QUICK if options.quick else averaging_wall.FULL
+    if "wall" in parts:
+        torch.set_num_threads(1)  # a pass is timed
+        curves = curves or Curves(task, options.results)
+        rows += averaging_wall.wall_rows(wall, curves.costs, rounds)
     if "scaling" in parts:
         rows += averaging_scaling.scaling_rows()
     if "ddp" in parts:
@@ -213,7 +248,7 @@ def main() -> None:
     if "packing" in parts:
         packing = averaging_real.QUICK_PACKING if options.quick else averaging_real.FULL_PACKING
         rows += averaging_real.packing_rows(packing, rounds)
-    notes = notes_of(task, curves, options, rounds)
+    notes = notes_of(task, wall, curves, options, rounds)
     # The rows share the fields that the harness knows.
     tell(rows, bars_of(rows), notes, tables_of(rows), as_json=options.json, at_most=AT_MOST)  # type: ignore[arg-type]
 

@@ -147,6 +147,23 @@ def test_the_paper_part_has_every_method(tmp_path: Path, idx_folder: Path) -> No
     assert {path.suffix for path in (tmp_path / "plots").iterdir()} == {".png"}
 
 
+def test_the_wall_part_has_every_method_beside_its_simulation(
+    tmp_path: Path, idx_folder: Path
+) -> None:
+    record, rows = report(tmp_path, "--part", "wall", "--data", str(idx_folder))
+    free = ("sync_easgd_1_free_votes", "sync_easgd_2_free_votes")
+    others = ("original_easgd_packed", "round_robin", *free)
+    assert set(rows) == {f"wall_{name}" for name in (*METHODS, *others)}
+    for row in rows.values():
+        times = (row["low"], row["value"], row["high"], row["simulated"], row["to_simulated"])
+        assert all(0 < time < float("inf") for time in times)
+        assert 0 <= row["communication_share"] <= 1 and 0 <= row["simulated_share"] <= 1
+        assert row["unit"] == "ms a batch" and len(row["values"]) == 1
+    assert rows["wall_original_easgd"]["simulated_share"] == pytest.approx(0.87, abs=0.02)
+    assert rows["wall_sync_easgd_3"]["ratio_to"] == "wall_original_easgd"
+    assert "wall" in record["machine"]
+
+
 def test_the_scaling_part_keeps_within_two_points(tmp_path: Path) -> None:
     record, rows = report(tmp_path, "--part", "scaling")
     assert len(record["bars"]) == 5 and all(bar["met"] for bar in record["bars"])

@@ -1,0 +1,100 @@
+"""Prices of messages in the averaging benchmark: each one is paid for, and no weight changes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ganglion.averaging import server
+from ganglion.averaging.packed import Packed
+from ganglion.averaging.served_names import ServedOptions, center_server, join_center
+from ganglion.averaging.shared_center import SharedCenter
+from ganglion.comm import World, run_threads
+from ganglion.schedules.elastic_rates import ElasticRate
+from ganglion.simulator.averaging_costs import MessagePrice
+from ganglion.topology import Mesh
+from tests.averages import LR, assert_same_bits, make_model, train_threads, train_worker
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+DEADLINE_S = 20.0
+ROOT: dict[str, Any] = {"beta": 0.9, "tau": 1, "center": "root", "deterministic": True}
+
+
+@pytest.fixture
+def delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Import the benchmark's delays as its script does."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import averaging_delay
+
+    yield averaging_delay
+    sys.modules.pop("averaging_delay", None)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "number"),
+    [
+        ({"mode": "sync_sgd", "deterministic": True}, 3 + 3),
+        (ROOT, (3 + 3) + (3 + 3)),  # centre down, weights up; votes up, votes down
+        ({**ROOT, "pack": False}, 4 * 6 + 6),  # four tensors
+    ],
+)
+def test_every_message_along_a_tree_is_paid_for(
+    delay: ModuleType, wishes: dict[str, Any], number: int
+) -> None:
+    def body(world: World) -> tuple[Any, int]:
+        carrier = delay.Carrier(MessagePrice())
+        trained = train_worker(delay.slow_world(world, carrier), 3, **wishes)
+        return trained, carrier.num_messages
+
+    found = run_threads(Mesh(data=4), body)
+    assert sum(paid for _, paid in found) == 3 * number
+    for (trained, _), plain in zip(found, train_threads(4, 3, **wishes), strict=True):
+        assert_same_bits(trained.weights, plain.weights)
+
+
+def test_a_door_is_busy_with_one_message_at_a_time(
+    delay: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier = delay.Carrier(MessagePrice())
+    monkeypatch.setattr(server, "Door", partial(delay.SlowDoor, carrier=carrier))
+    store, model = dist.HashStore(), make_model()
+    options = ServedOptions(run_id="door", num_workers=1, timeout_s=DEADLINE_S)
+    center = center_server("async_easgd", model, store, options)
+    thread = threading.Thread(target=center.serve, daemon=True)
+    thread.start()
+    rate = ElasticRate(None, 0.9, None)
+    method = join_center("async_easgd", Packed(model), store, 0, options, rate, lambda: LR)
+    method.sync_now(LR)
+    method.close()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert carrier.num_messages == 2 + 2 + 1  # join, exchange, and a goodbye without an answer
+
+
+def test_shared_memory_is_read_and_written_at_a_price(delay: ModuleType) -> None:
+    carrier = delay.Carrier(MessagePrice())
+    slow = delay.SlowMemory(SharedCenter.in_process(torch.zeros(400), 2), carrier)
+    slow.add(1, torch.ones(400))
+    found = torch.empty(400)
+    slow.read(found)
+    assert torch.equal(found, torch.ones(400)) and slow.version == 1
+    assert carrier.num_messages == 2
+
+
+def test_small_messages_can_be_free_and_weights_come_in_parts(delay: ModuleType) -> None:
+    price, slept = MessagePrice(1e-3, 1e-9), []
+    carrier = delay.Carrier(price, 10, small_are_free=True)
+    slept = [carrier.carry(16), carrier.carry(100_000)]
+    assert slept[0] == 0.0 and slept[1] >= price.of(100_000, 10)
+    assert carrier.num_messages == 1
+    assert carrier.carried_s(0.0, float("inf")) == pytest.approx(slept[1])
+    assert carrier.carried_s(0.0, 1e-9) == 0.0
