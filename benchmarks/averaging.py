@@ -106,7 +106,7 @@ def breakdown_table(rows: Sequence[PaperRow]) -> Table:
 def wall_table(rows: Sequence[WallRow]) -> Table:
     columns = ("ms a batch", "quartiles", "simulated", "wall / simulated")
     shares = ("communication %", "simulated %")
-    table = make_table("wall", "name", *columns, *shares, "throughput", "simulated")
+    table = make_table("wall", "name", *columns, *shares, "throughput", "simulated", "cpu ms")
     for row in rows:
         table.add_row(
             row.name,
@@ -115,7 +115,7 @@ def wall_table(rows: Sequence[WallRow]) -> Table:
             f"{row.simulated:.3f}",
             f"{row.to_simulated:.3f}",
             *(f"{100 * share:.1f}" for share in (row.communication_share, row.simulated_share)),
-            *(f"{ratio:.2f}" for ratio in (row.ratio or 1.0, row.simulated_ratio)),
+            *(f"{ratio:.2f}" for ratio in (row.ratio or 1.0, row.simulated_ratio, row.cpu)),
         )
     return table
 

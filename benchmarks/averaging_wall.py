@@ -34,7 +34,7 @@ from torch import nn
 
 from ganglion.averaging.average import ElasticAverage
 from ganglion.averaging.hogwild import HogwildEasgd, HogwildSgd
-from ganglion.comm import torch_world
+from ganglion.comm import World, torch_world
 from ganglion.simulator.averaging import METHODS, simulate_averaging
 from ganglion.simulator.averaging_costs import AveragingCosts, MessagePrice, jittered
 from ganglion.simulator.averaging_result import COMMUNICATION, AveragingSimulation
@@ -44,7 +44,8 @@ NUM_WORKERS = 4
 BETA, LR = 0.9, 0.05
 TIMEOUT_S = 60.0
 PREFIX = "wall_"
-PRELOADED = ("averaging_delay", "averaging_wall_server", "averaging_paper", "rich.table")
+# The first optimizer imports torch._dynamo.
+PRELOADED = ("averaging_wall_server", "averaging_paper", "rich.table", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class WallTask:
     steps: int
 
 
-FULL, QUICK = WallTask(pass_s=0.02, steps=12), WallTask(pass_s=0.01, steps=2)
+FULL, QUICK = WallTask(pass_s=0.05, steps=8), WallTask(pass_s=0.01, steps=2)
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class WallRow:
     to_simulated: float  # wall over simulated time, the median over rounds
     communication_share: float
     simulated_share: float
+    cpu: float  # processor time of the workers, ms a batch: what is really done
     note: str
     values: list[float] = field(default_factory=list)
 
@@ -219,7 +221,9 @@ class Turns:
 class Trial:
     """One row in one worker and one round: from the first weights to the figures."""
 
-    def __init__(self, way: Way, costs: AveragingCosts, seed: int, server: OwnServer | None):
+    def __init__(
+        self, way: Way, costs: AveragingCosts, seed: int, world: World, server: OwnServer
+    ) -> None:
         self._way, self._server = way, server
         pass_of, rank = passes(costs, seed), dist.get_rank()
         self._model = SleepingNet(lambda step: pass_of(rank, step))
@@ -227,7 +231,7 @@ class Trial:
         self._carrier = Carrier(
             costs.host_link, way.num_parts(costs), small_are_free=way.votes_are_free
         )
-        self._average = self._averaged(costs) if way.has_server else self._together()
+        self._average = self._served(costs) if way.has_server else self._together(world)
 
     def run(self, steps: int) -> Figures:
         """Train, and tell the time of all workers and how much of it was communication."""
@@ -235,17 +239,18 @@ class Trial:
             self._train(1)  # memory is touched and everybody known
         before = dict(self._average.metrics().seconds)
         dist.barrier()
-        begin_s = time.monotonic()
+        begin_s, begin_cpu_s = time.monotonic(), time.process_time()
         with self._average:
             self._train(steps)
-            own_end_s = time.monotonic()
+            own_end_s, cpu_s = time.monotonic(), time.process_time() - begin_cpu_s
         end_s = _latest(own_end_s)
         after = self._average.metrics().seconds
         spent = {name: after[name] - before[name] for name in after}
         assert all(bool(p.isfinite().all()) for p in self._model.parameters()), self._way.name
         self._average.close()
         share = self._share(spent, begin_s, end_s, own_end_s)
-        return {f"{self._way.name} s": end_s - begin_s, f"{self._way.name} share": share}
+        figures = {"s": end_s - begin_s, "share": share, "cpu_s": cpu_s}
+        return {f"{self._way.name} {what}": figure for what, figure in figures.items()}
 
     def _train(self, steps: int) -> None:
         turns = Turns(self._way.takes_turns, steps)
@@ -255,24 +260,22 @@ class Trial:
             self._optimizer.step()
             turns.end(step)
 
-    def _averaged(self, costs: AveragingCosts) -> ElasticAverage:
+    def _served(self, costs: AveragingCosts) -> ElasticAverage:
         """Join a centre of the server process, as if a launcher had started all five."""
         store = dist.TCPStore("127.0.0.1", 0, is_master=True) if dist.get_rank() == 0 else None
         port = torch.tensor([store.port if store else 0])
         dist.broadcast(port, 0)
         places = [launch_environment(r, NUM_WORKERS + 1, int(port)) for r in range(NUM_WORKERS + 1)]
-        if self._server is not None:
-            link = costs.host_link
+        if store is not None:
             num_parts = self._way.num_parts(costs)
-            job = ServerJob(places[-1], self._way.options, link.message_s, link.byte_s, num_parts)
+            job = ServerJob(places[-1], self._way.options, costs.host_link, num_parts)
             self._server.begin(job)
         os.environ.update(places[dist.get_rank()])
         self._store = store  # kept until all have left
         return ElasticAverage(self._model, self._optimizer, **self._way.options)
 
-    def _together(self) -> ElasticAverage:
+    def _together(self, world: World) -> ElasticAverage:
         """Join the others, whose messages, copies or memory are slow."""
-        world = torch_world(dist.get_rank(), Mesh(data=NUM_WORKERS), timeout_s=TIMEOUT_S)
         slow = slow_world(world, self._carrier)
         average = ElasticAverage(self._model, self._optimizer, world=slow, **self._way.options)
         # Neither has a group or a transport in between that could be given from outside.
@@ -287,7 +290,7 @@ class Trial:
         self, spent: dict[str, float], begin_s: float, end_s: float, own_end_s: float
     ) -> float:
         """Return the share of communication: of the host where it takes all turns, else of this."""
-        if self._server is not None and self._way.has_server:
+        if self._way.has_server and dist.get_rank() == 0:
             carried_s = self._server.carried_s(begin_s, end_s)
             if self._way.takes_turns:
                 return carried_s / (end_s - begin_s)
@@ -304,16 +307,16 @@ def _latest(moment_s: float) -> float:
     return float(moments)
 
 
-def build(task: WallTask, costs: AveragingCosts) -> Callable[[], Figures]:
+def build(task: WallTask, costs: AveragingCosts, server: OwnServer) -> Callable[[], Figures]:
     """Return a turn that runs every row once; its number is the seed of the passes."""
-    server = OwnServer() if dist.get_rank() == 0 else None
+    world = torch_world(dist.get_rank(), Mesh(data=NUM_WORKERS), timeout_s=TIMEOUT_S)
     seeds = itertools.count()
 
     def turn() -> Figures:
         seed = next(seeds)
         figures: dict[str, float] = {}
         for way in WAYS:
-            figures.update(Trial(way, costs, seed, server).run(task.steps))
+            figures.update(Trial(way, costs, seed, world, server).run(task.steps))
         return figures
 
     return turn
@@ -325,15 +328,18 @@ def build(task: WallTask, costs: AveragingCosts) -> Callable[[], Figures]:
 def wall_rows(task: WallTask, costs: AveragingCosts, rounds: int) -> list[WallRow]:
     """Measure every row in interleaved rounds, and simulate it with the same passes."""
     costs = scaled(costs, task.pass_s)
-    contestant = Contestant("wall", NUM_WORKERS, build)
+    server = OwnServer.start(PRELOADED, TIMEOUT_S)
+    contestants = [Contestant("wall", NUM_WORKERS, build)]
     turns = measure_figures(
-        [contestant], (task, costs), rounds, warm_ups=0, preloaded=PRELOADED, title="wall"
+        contestants, (task, costs, server), rounds, 0, preloaded=PRELOADED, title="wall"
     )["wall"]
-    first = [turn[0] for turn in turns]  # worker 0 tells the time of all
-    return [_row(way, task, costs, first) for way in WAYS]
+    return [_row(way, task, costs, turns) for way in WAYS]
 
 
-def _row(way: Way, task: WallTask, costs: AveragingCosts, told: Sequence[Figures]) -> WallRow:
+def _row(
+    way: Way, task: WallTask, costs: AveragingCosts, turns: Sequence[Sequence[Figures]]
+) -> WallRow:
+    told = [turn[0] for turn in turns]  # worker 0 tells the time of all
     batch_ms = 1e3 / (NUM_WORKERS * task.steps)
     walls = [batch_ms * turn[f"{way.name} s"] for turn in told]
     original = [batch_ms * turn[f"{ORIGINAL} s"] for turn in told]
@@ -351,6 +357,7 @@ def _row(way: Way, task: WallTask, costs: AveragingCosts, told: Sequence[Figures
         to_simulated=middle(a / b for a, b in zip(walls, beside, strict=True)),
         communication_share=middle(turn[f"{way.name} share"] for turn in told),
         simulated_share=middle(one.communication_share for one in done),
+        cpu=batch_ms * middle(sum(said[f"{way.name} cpu_s"] for said in turn) for turn in turns),
         note=way.note,
         values=walls,
     )

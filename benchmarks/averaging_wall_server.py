@@ -1,21 +1,19 @@
-"""The server process of part `wall`: it serves one centre after the other, as its input says.
+"""The server process of part `wall`: it serves one centre after the other, as it is told.
 
-    input    a ServerJob of one centre     then, when its workers have left, a span of time
-    output                                 the seconds of messages in that span
+    told      a ServerJob of one centre     then, when its workers have left, a span of time
+    tells                                   the seconds of messages in that span
 
-Both are lines of JSON. The centre is that of `ElasticAverage(..., servers=1)`, whose door is slow.
+The centre is that of `ElasticAverage(..., servers=1)`, whose door is slow.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -30,12 +28,11 @@ from ganglion.simulator.averaging_costs import MessagePrice
 
 @dataclass(frozen=True)
 class ServerJob:
-    """What the server must know of a centre: what a launcher would have set, and prices."""
+    """What the server must know of a centre: what a launcher would have set, and the price."""
 
     environment: Mapping[str, str]
     options: Mapping[str, Any]
-    message_s: float
-    byte_s: float
+    price: MessagePrice
     num_parts: int
 
 
@@ -52,50 +49,49 @@ def launch_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 class OwnServer:
-    """The server process as the worker sees it that started it; it ends with its input."""
+    """The server process as a worker sees it; workers get a copy that talks to the same one."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, pipe: Connection, timeout_s: float) -> None:
+        self._pipe, self._timeout_s = pipe, timeout_s
+
+    @classmethod
+    def start(cls, preloaded: Sequence[str], timeout_s: float) -> OwnServer:
+        """Start the process, which ends with this one, as a fork of one that has imported all."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(preloaded))
+        ours, theirs = context.Pipe()
+        context.Process(target=_serve_all, args=(theirs,), daemon=True).start()
+        theirs.close()
+        return cls(ours, timeout_s)
 
     def begin(self, job: ServerJob) -> None:
         """Let it serve a centre."""
-        self._tell(asdict(job))
+        self._pipe.send(job)
 
     def carried_s(self, begin_s: float, end_s: float) -> float:
         """Return what messages took in a span, once the centre has no workers any more."""
-        self._tell([begin_s, end_s])
-        assert self._process.stdout is not None, "it is a pipe"
-        return float(json.loads(self._process.stdout.readline()))
-
-    def _tell(self, what: Any) -> None:
-        assert self._process.stdin is not None, "it is a pipe"
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
+        self._pipe.send((begin_s, end_s))
+        if not self._pipe.poll(self._timeout_s):
+            raise TimeoutError(f"the server still serves after {self._timeout_s:g} s")
+        return float(self._pipe.recv())
 
 
-def serve(job: ServerJob) -> Carrier:
+def _serve_all(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        while True:
+            carrier = _serve(pipe.recv())
+            pipe.send(carrier.carried_s(*pipe.recv()))
+    except EOFError:
+        return  # nobody has centres to serve any more
+
+
+def _serve(job: ServerJob) -> Carrier:
     """Serve a centre until all workers have left; return what carried its messages."""
     os.environ.update(job.environment)
-    carrier = Carrier(MessagePrice(job.message_s, job.byte_s), job.num_parts)
+    carrier = Carrier(job.price, job.num_parts)
     model = make_model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mock.patch.object(server, "Door", partial(SlowDoor, carrier=carrier)):
         ElasticAverage(model, optimizer, **job.options).serve()
     return carrier
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    while line := sys.stdin.readline():
-        carrier = serve(ServerJob(**json.loads(line)))
-        begin_s, end_s = json.loads(sys.stdin.readline())
-        print(json.dumps(carrier.carried_s(begin_s, end_s)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
