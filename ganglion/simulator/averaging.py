@@ -62,14 +62,17 @@ def simulate_averaging(
     num_batches: int,
     tau: int = 1,
     is_packed: bool | None = None,
+    overlaps: bool | None = None,
 ) -> AveragingSimulation:
     """Return what the method `name` does with `num_batches` mini-batches, of all workers together.
 
     `tau` steps lie between two exchanges of a worker; Original EASGD exchanges in every step.
-    `is_packed` overrules how the method sends its weights.
+    `is_packed` overrules how the method sends its weights, `overlaps` whether it does so beside a
+    pass; gradients are sent after their pass in any case.
     """
     method = _checked(name, num_workers, num_batches, tau)
     packed = method.is_packed if is_packed is None else is_packed
+    beside = method.is_elastic and (method.overlaps if overlaps is None else overlaps)
     if method.order == TOGETHER:
         together = Synchronous(
             costs,
@@ -77,13 +80,21 @@ def simulate_averaging(
             tau,
             is_packed=packed,
             is_elastic=method.is_elastic,
-            overlaps=method.overlaps,
+            overlaps=beside,
             center_on_host=method.center_on_host,
         )
         return together.run(name, num_batches)
     if method.order == ORDERED:
-        return RoundRobin(costs, num_workers, packed, method.overlaps).run(name, num_batches)
-    served = Served(costs, num_workers, packed, method.is_elastic, method.has_lock, tau)
+        return RoundRobin(costs, num_workers, packed, beside).run(name, num_batches)
+    served = Served(
+        costs,
+        num_workers,
+        tau,
+        is_packed=packed,
+        is_elastic=method.is_elastic,
+        has_lock=method.has_lock,
+        overlaps=beside,
+    )
     return served.run(name, num_batches)
 
 

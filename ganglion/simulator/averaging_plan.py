@@ -79,6 +79,7 @@ def average_plan(
         num_batches=plan.data * steps,
         tau=tau,
         is_packed=True,
+        overlaps=_overlaps(plan.averaging, overlap),
     )
     added_s = max(0.0, done.total_s / steps - worker_step_s)
     exchange_s = 2 * link.of(size) if plan.drifts else costs.reduction_s(plan.data, link, True)
@@ -106,6 +107,12 @@ def _simulated(method: str, overlap: bool) -> str:
         return "async_easgd"
     named = {ASYNC_MSGD, HOGWILD_EASGD, HOGWILD_SGD, "async_easgd", "async_measgd", "async_sgd"}
     return method if method in named else "sync_easgd_2"  # an outer optimizer, after the step
+
+
+def _overlaps(method: str, overlap: bool) -> bool | None:
+    """Return False where no pass can hide an exchange, else None: as the method has it."""
+    # Memory without a lock is read and written between backward and step.
+    return None if overlap and method != HOGWILD_EASGD else False
 
 
 def _link(plan: Plan, times: Sequence[StageTimes], cluster: Cluster) -> tuple[MessagePrice, int]:

@@ -112,13 +112,15 @@ class Served:
         self,
         costs: AveragingCosts,
         num_workers: int,
+        tau: int = 1,
+        *,
         is_packed: bool,
         is_elastic: bool,
         has_lock: bool,
-        tau: int = 1,
+        overlaps: bool,
     ) -> None:
         """Begin at time 0; a worker exchanges in one of `tau` steps."""
-        self._tau = tau
+        self._tau, self._overlaps = tau, overlaps
         self._costs, self._is_elastic, self._has_lock = costs, is_elastic, has_lock
         self._weights_s = costs.weights_s(is_packed)
         self._center = _Center(num_workers, FIRST_COME)
@@ -153,7 +155,7 @@ class Served:
         self._num_planned += 1
 
     def _begin(self, now_s: float, worker: int) -> None:
-        """Begin a pass; elastic workers send their weights meanwhile, others the gradient later."""
+        """Begin a pass; workers that overlap send their weights meanwhile, others ask after it."""
         self._last_s = max(self._last_s, now_s)
         if self._num_left == 0:
             return
@@ -164,7 +166,7 @@ class Served:
         if worker == 0:
             self._books.spend(data_host_dev=data_s, fwd_bwd=pass_s)
         if self._has_turn(self._steps[worker]):
-            self._plan(now_s if self._is_elastic else self._ends_s[worker], _ASKED, worker)
+            self._plan(now_s if self._overlaps else self._ends_s[worker], _ASKED, worker)
         else:
             self._step_alone(worker)
 

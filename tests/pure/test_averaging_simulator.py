@@ -67,7 +67,7 @@ COSTS = AveragingCosts(
 
 
 def run(
-    name: str, costs: AveragingCosts = COSTS, workers: int = 4, batches: int = 40, **options: int
+    name: str, costs: AveragingCosts = COSTS, workers: int = 4, batches: int = 40, **options: Any
 ) -> AveragingSimulation:
     return simulate_averaging(name, costs, num_workers=workers, num_batches=batches, **options)
 
@@ -131,6 +131,16 @@ def test_served_workers_have_their_closed_forms() -> None:
     locked, unlocked = run("async_easgd", slow), run("hogwild_easgd", slow)
     assert locked.total_s == pytest.approx(40 * 10.03 + UPDATE_S)
     assert unlocked.total_s == pytest.approx(10 * (10.03 + UPDATE_S))
+
+
+@pytest.mark.parametrize("name", ["async_easgd", "async_measgd", "hogwild_easgd"])
+def test_an_exchange_after_the_pass_hides_nothing(name: str) -> None:
+    """As ElasticAverage does without overlap, and on shared memory."""
+    shown = run(name, workers=1, batches=5, overlaps=False)
+    assert shown.batch_s == pytest.approx(DATA_S + PASS_S + 2 * M + HOST_S + UPDATE_S)
+    assert shown.seconds["param_host_dev"] == pytest.approx(5 * 2 * M)
+    assert run(name, workers=1, batches=5, overlaps=True) == run(name, workers=1, batches=5)
+    assert run("async_sgd", overlaps=True) == run("async_sgd")  # there is no gradient before
 
 
 def test_periods_save_messages() -> None:
@@ -427,6 +437,14 @@ def test_an_elastic_served_exchange_hides_behind_the_pass() -> None:
     plan = Plan(data=2, averaging="async_easgd", servers=1)
     assert figures(plan, tau=2).exposed_share == 0.0
     assert figures(Plan(data=1, averaging="async_easgd")).exchange_s == 0.0
+    after = figures(plan, tau=2, overlap=False)
+    assert after.step_s >= 10.0 + after.exchange_s / 2
+
+
+def test_shared_memory_is_read_and_written_after_the_pass() -> None:
+    shown = figures(Plan(data=2, averaging="hogwild_easgd"))
+    assert shown.exchange_s == pytest.approx(2 * (1e-3 + INTRA_S))
+    assert shown.step_s == pytest.approx(10.0 + shown.exchange_s)
 
 
 def test_jitter_costs_synchronous_workers_more_than_others() -> None:
