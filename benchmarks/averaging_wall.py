@@ -67,6 +67,7 @@ class Way:
     simulated: str
     options: Mapping[str, Any]
     is_packed: bool | None = None  # as the simulated method has it
+    overlaps: bool | None = None  # the same
     takes_turns: bool = False
     momentum: float = 0.0  # of the workers' optimizer
     votes_are_free: bool = False
@@ -119,7 +120,13 @@ WAYS = (
         {"mode": "async", **ELASTIC, **SERVED},
         momentum=MOMENTUM,
     ),
-    Way("hogwild_easgd", "hogwild_easgd", {"mode": "hogwild", **ELASTIC}, note=IN_MEMORY),
+    Way(
+        "hogwild_easgd",
+        "hogwild_easgd",
+        {"mode": "hogwild", **ELASTIC},
+        overlaps=False,
+        note=f"{IN_MEMORY}, simulated so",
+    ),
     Way("sync_sgd", "sync_sgd", {"mode": "sync_sgd", "reduction": "sum", **TREE}),
     Way("sync_easgd_1", "sync_easgd_1", SYNC_1, note=f"{VOTED}; {COPIED}"),
     Way(
@@ -181,6 +188,7 @@ def simulated(way: Way, costs: AveragingCosts, steps: int, seed: int) -> Averagi
         num_workers=NUM_WORKERS,
         num_batches=NUM_WORKERS * steps,
         is_packed=way.is_packed,
+        overlaps=way.overlaps,
     )
 
 
@@ -295,7 +303,7 @@ class Trial:
             if self._way.takes_turns:
                 return carried_s / (end_s - begin_s)
         told_s = sum(spent[name] for name in COMMUNICATION)
-        if self._way.note is IN_MEMORY:  # which is no communication to the method
+        if self._way.options.get("mode") in ("hogwild", "hogwild_sgd"):  # to them it is an update
             told_s += self._carrier.carried_s(begin_s, own_end_s)
         return told_s / (own_end_s - begin_s)
 
