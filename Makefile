@@ -30,6 +30,7 @@ bench: $(VENV)/.installed
 bench-tensor: $(VENV)/.installed
 	$(BIN)/python benchmarks/tensor.py $(ARGS)
 
+# ARGS="--part wall" has real processes and slow links, ARGS="--part paper" the virtual clock.
 bench-averaging: $(VENV)/.installed
 	$(BIN)/python benchmarks/averaging.py $(ARGS)
 

@@ -189,7 +189,12 @@ def notes_of(
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
+    parser.add_argument(
+        "--part",
+        choices=(*PARTS, "all"),
+        default="all",
+        help="`paper` is on a virtual clock, `wall` on real processes with slow links (2 minutes)",
+    )
     parser.add_argument("--seeds", type=int, help="paired seeds of `paper` (default 3, quick 1)")
     parser.add_argument("--results", type=Path, help="keeps finished trainings of `paper`")
     parser.add_argument("--plots", type=Path, help="folder for PNG pictures of `paper`")
