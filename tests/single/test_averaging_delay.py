@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ganglion.averaging import server
+from ganglion.averaging.centers import ReplicatedCenter
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.served_names import ServedOptions, center_server, join_center
 from ganglion.averaging.shared_center import SharedCenter
-from ganglion.comm import World, run_threads
+from ganglion.averaging.sums import GroupSum, Meter
+from ganglion.comm import SoloGroup, World, run_threads
 from ganglion.schedules.elastic_rates import ElasticRate
 from ganglion.simulator.averaging_costs import MessagePrice
 from ganglion.topology import Mesh
@@ -90,8 +92,21 @@ def test_shared_memory_is_read_and_written_at_a_price(delay: ModuleType) -> None
     assert carrier.num_messages == 2
 
 
+def test_a_centre_on_a_host_costs_a_copy_each_way(delay: ModuleType) -> None:
+    carrier, meter = delay.Carrier(MessagePrice(1e-3, 0.0)), Meter()
+    worker = torch.ones(400)
+    sums = GroupSum(SoloGroup(0), worker, [(0, 400)], meter)
+    slow = delay.HostCopies(ReplicatedCenter(torch.zeros(400), sums, SoloGroup(0)), carrier, meter)
+    slow.start(worker)
+    slow.wait()
+    force = slow.apply(worker, 0.5, 1)
+    assert torch.equal(force, 0.5 * worker) and torch.equal(slow.flat, 0.5 * worker)
+    assert carrier.num_messages == 2
+    assert meter.wait_s >= carrier.carried_s(0.0, float("inf")) >= 2e-3
+
+
 def test_small_messages_can_be_free_and_weights_come_in_parts(delay: ModuleType) -> None:
-    price, slept = MessagePrice(1e-3, 1e-9), []
+    price = MessagePrice(1e-3, 1e-9)
     carrier = delay.Carrier(price, 10, small_are_free=True)
     slept = [carrier.carry(16), carrier.carry(100_000)]
     assert slept[0] == 0.0 and slept[1] >= price.of(100_000, 10)
