@@ -210,7 +210,7 @@ class StoredWeight:
         if self._common is None:
             shared = empty_for(self._gathers, piece.numel(), piece)
         else:
-            shared = self._common.chunk(self._gathers.size)[self._gathers.index]
+            shared = _part(self._common, self._gathers.index, self._gathers.size)
         self.parameter.data = shared.view_as(piece).copy_(piece)
 
     def begin_gather(self) -> None:
@@ -287,6 +287,12 @@ class _Sum:
     piece: Tensor
     of_block: Tensor
     target: Tensor | None
+
+
+def _part(common: Tensor, index: int, size: int) -> Tensor:
+    """Return one of some equal parts of memory as a storage of its own: what a rank holds."""
+    parts = common.view(torch.uint8).numpy().reshape(size, -1)
+    return torch.from_numpy(parts[index]).view(common.dtype)
 
 
 def _is_inside(name: str, module: str) -> bool:

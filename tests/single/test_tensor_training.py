@@ -189,6 +189,7 @@ def test_nobody_writes_what_others_still_read() -> None:
         split = apply_tensor_parallel({"0": nn.Sequential(linear)}, world, {})
         (parameter,) = split.blocks["0"].parameters()
         split.weights.share([parameter], wholly=True)
+        assert parameter.untyped_storage().nbytes() == 4  # what a rank holds is its piece
         seen = []
         for number in range(3):
             time.sleep(0.1 * world.rank)
