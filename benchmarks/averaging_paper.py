@@ -60,6 +60,7 @@ ROWS: Mapping[str, str] = {
     "sync_easgd_1": SYNC_3,
     "sync_easgd_2": SYNC_3,
     SYNC_3: SYNC_3,
+    "sync_measgd_3": "sync_measgd_3",  # not in the paper: with the momentum of async_measgd
 }
 PEERS = {"async_easgd": "async_sgd", "async_measgd": "async_msgd", "hogwild_easgd": "hogwild_sgd"}
 

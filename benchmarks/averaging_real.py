@@ -42,9 +42,9 @@ Turn = Callable[[], Figures]
 class DdpTask:
     """What a turn trains; each side has the rate of a grid that suits it best."""
 
-    steps: int = 900
+    steps: int = 4690  # 5 epochs
     batch_size: int = 32
-    lr: float = 0.07
+    lr: float = 0.03
     elastic_lr: float = 0.05
     num_held_out: int | None = None
     num_train: int | None = None

@@ -50,8 +50,14 @@ METHODS: Mapping[str, AveragingMethod] = {
     "sync_easgd_1": AveragingMethod(order=TOGETHER),
     "sync_easgd_2": AveragingMethod(order=TOGETHER, center_on_host=False),
     "sync_easgd_3": AveragingMethod(order=TOGETHER, center_on_host=False, overlaps=True),
+    "sync_measgd_3": AveragingMethod(
+        order=TOGETHER, center_on_host=False, overlaps=True, has_momentum=True
+    ),
 }
-"""The methods of the paper by name; only the original sends layer by layer."""
+"""The methods of the paper by name, and Sync EASGD 3 with the momentum of Async MEASGD.
+
+Only the original sends layer by layer.
+"""
 
 
 def simulate_averaging(
