@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ganglion.averaging.elastic import elastic_force
+from ganglion.averaging.motion import distance
 from ganglion.averaging.sums import Bounds, Meter, Sum, allocate
 from ganglion.comm import Group, Handle
 
@@ -30,6 +31,7 @@ class Center(Protocol):
     flat: Tensor
     sums: Sum | None
     lag: int  # exchanges that `flat` is behind the newest centre
+    moved: Tensor | float  # how far the last exchange moved it, as far as is known here
     host_s: float | None  # spent on a centre in host memory; None if it is elsewhere
 
     def start(self, worker: Tensor) -> None:
@@ -53,6 +55,7 @@ class ReplicatedCenter:
     def __init__(self, worker: Tensor, sums: Sum, group: Group) -> None:
         """Begin with the centre at `worker`."""
         self.host_s: float | None = None
+        self.moved: Tensor | float = 0.0
         self.flat = allocate(group, worker).copy_(worker)
         self.sums: Sum | None = sums
         self._sums = sums
@@ -74,6 +77,7 @@ class ReplicatedCenter:
         """Move the centre to (1 - P alpha) c + alpha * sum; return the force on this worker."""
         old, new = self.flat, self._sums.buffer
         self._move(new, old, alpha, num_workers)
+        self.moved = distance(new, old)
         self.flat, self._sums.buffer = new, _force_in(old, worker, alpha)
         return self._sums.buffer
 
@@ -113,6 +117,7 @@ class RootCenter:
         self.sums: Sum | None = None
         self.lag = 0 if group.index == 0 else 1
         self.host_s: float | None = 0.0 if on_host else None
+        self.moved: Tensor | float = 0.0
         self._travelling = allocate(group, like)
         # A broadcast that breaks off must not leave half of it in what may be the last centre.
         self._coming = self.flat if group.index == 0 else allocate(group, like)
@@ -145,11 +150,13 @@ class RootCenter:
         """Move the centre at the root; return the force on this worker."""
         worker = worker.to(self.flat.device)
         if self._group.index != 0:
+            self.moved = distance(self._coming, self.flat)
             self.flat, self._coming = self._coming, self.flat
             return elastic_force(worker, self.flat, alpha, out=self._travelling)
         start_s = time.perf_counter()
         old, new = self.flat, self._travelling
         new.mul_(alpha).add_(old, alpha=1.0 - num_workers * alpha)
+        self.moved = distance(new, old)
         self.flat, self._travelling = new, _force_in(old, worker, alpha)
         if self.host_s is not None:
             self.host_s += time.perf_counter() - start_s

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ganglion.averaging.elastic import elastic_force
 from ganglion.averaging.method import ExchangeMetrics, State
+from ganglion.averaging.motion import Motion
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.shared_center import SharedCenter
 from ganglion.errors import ConfigError, ProtocolError
@@ -88,6 +89,7 @@ class _Hogwild:
         self._num_steps = self._num_exchanges = self._num_discarded = 0
         self._staleness: Counter[int] = Counter()
         self._force_norm = 0.0
+        self._motion = Motion()
         self._seen = torch.empty(center.numel, dtype=center.dtype)
         self._seen_version = 0
         self._look()
@@ -109,8 +111,9 @@ class _Hogwild:
         """Return what was seen so far."""
         size = float(torch.linalg.vector_norm(self._seen))
         away = self._packed.gather().to("cpu") - self._seen
-        return ExchangeMetrics(
+        metrics = ExchangeMetrics(
             num_workers=self._shared.num_workers,
+            concurrency=min(self._shared.num_workers, 1 + max(self._staleness, default=0)),
             num_steps=self._num_steps,
             num_exchanges=self._num_exchanges,
             num_discarded=self._num_discarded,
@@ -120,6 +123,7 @@ class _Hogwild:
             force=self._force_norm,
             lost_update=self._shared.lost_update(),
         )
+        return self._motion.seen(metrics, size)
 
     def close(self) -> None:
         """Leave: what this worker added stays."""
@@ -148,6 +152,7 @@ class _Hogwild:
     def _add(self, delta: Tensor) -> None:
         self._force_norm = float(torch.linalg.vector_norm(delta))
         self._shared.add(self._worker, delta)
+        self._motion.note(self._force_norm)
         self._num_exchanges += 1
 
 
@@ -174,9 +179,11 @@ class HogwildEasgd(_Hogwild):
         """Move the centre by the force of these weights, and keep the force."""
         if self._num_steps % self._tau == 0 and self._taken_at != self._num_steps:
             self._exchange(lr)
+            self._motion.begin_step(self._packed)
 
     def after_step(self, lr: float) -> None:
         """Subtract the force, which belongs to the weights before the step."""
+        self._motion.end_step(self._packed)
         self._subtract()
         self._num_steps += 1
 

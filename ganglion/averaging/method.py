@@ -40,9 +40,31 @@ class ExchangeMetrics:
     staleness: Counter[int] = field(default_factory=Counter)  # centre versions missed -> times
     consensus: float = 0.0  # |w - c| / |c|, as this worker sees it
     force: float = 0.0  # norm of the elastic force of the last exchange
+    step_norm: float = 0.0  # and of what the optimizer did in its step, by a sample of the weights
+    center_move: float = 0.0  # |c' - c|: how far the last exchange moved the centre
+    center_speed: float = 0.0  # the same as a share of |c|
+    age_s: float = 0.0  # how old the centre was that the last exchange took the place of
+    concurrency: int = 1  # most exchanges that were reckoned from the same centre
+    num_retries: int = 0  # connections that broke and were made again
     max_queue: int = 0  # most requests that ever waited at the server
     lost_update: float = 0.0  # |applied forces - change of the centre|, without locks
     seconds: Mapping[str, float] = field(default_factory=dict)  # by the names of BREAKDOWN
+
+    @property
+    def staleness_max(self) -> int:
+        """How many versions the stalest exchange had missed."""
+        return max(self.staleness, default=0)
+
+    @property
+    def staleness_p99(self) -> int:
+        """How many versions were missed at most by 99 of 100 exchanges."""
+        most = 0.99 * self.staleness.total()
+        num_seen = 0
+        for missed, times in sorted(self.staleness.items()):
+            num_seen += times
+            if num_seen >= most:
+                return missed
+        return 0
 
 
 class Method(Protocol):

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ganglion.averaging.method import ExchangeMetrics, State
+from ganglion.averaging.motion import Motion, distance
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.sums import Bounds, Meter, Sum, Votes
 from ganglion.averaging.sync import consensus, turns_seen
@@ -104,6 +105,7 @@ class OuterAveraging:
         self._overlap, self._differences = overlap, differences
         self._parts = [_Part(packed, center, b, s) for b, s in zip(bounds, sums, strict=True)]
         self.outer = outer([p for part in self._parts for p in part.parameters])
+        self._motion = Motion()
         self._came: dict[int, dict[int, bool]] = {}  # votes by number of exchange, once it is here
 
     def outer_parameters(self) -> list[nn.Parameter]:
@@ -154,8 +156,9 @@ class OuterAveraging:
 
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""
-        distance = consensus(self._packed.gather(), self._center)
-        return dataclasses.replace(turns_seen(self.turns, self._meter), consensus=distance)
+        away, size = consensus(self._packed.gather(), self._center)
+        seen = dataclasses.replace(turns_seen(self.turns, self._meter), consensus=away)
+        return self._motion.seen(seen, size)
 
     def state_dict(self) -> State:
         """Return the centre, the outer optimizer, the counts and what is in flight."""
@@ -220,10 +223,19 @@ class OuterAveraging:
             del self._came[exchange.number]
             part = self._parts[exchange.fragment]
             if self.turns.on_votes(exchange, votes):
+                old = self._old_center(part)
                 self._move_center(part, exchange.num_workers)
+                self._motion.note(distance(self._center[part.range], old))
                 self._pull(part)
             else:
                 part.sums.discard()
+
+    def _old_center(self, part: _Part) -> Tensor:
+        """Return a copy of the centre, where possible in memory that the pull is about to fill."""
+        center = self._center[part.range]
+        if self._q < 1:
+            return center.clone()
+        return self._packed.flat[part.range].copy_(center)
 
     def _move_center(self, part: _Part, num_workers: int) -> None:
         center, gradient = self._center[part.range], part.sums.buffer

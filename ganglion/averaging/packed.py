@@ -24,6 +24,7 @@ from ganglion.errors import ConfigError
 
 _ALIGN = 64  # elements: every tensor begins at a multiple of 256 bytes of float32
 _EXCHANGED = (torch.float32, torch.float64)
+_MAX_SAMPLE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,12 @@ class Packed:
                 part = self.flat[piece.start : piece.start + piece.storage.numel()]
                 part.copy_(piece.storage)
         return self.flat
+
+    def sample(self) -> Tensor:
+        """Return a copy of up to 4096 of the present weights, evenly spread over all."""
+        stride = -(-self.numel // _MAX_SAMPLE) | 1  # odd, for rows of matrices seldom are
+        taken = [piece.storage[::stride] for piece in self._pieces]
+        return torch.cat([part.to(self.flat.dtype) for part in taken])
 
     def scatter(self) -> None:
         """Give the weights the values of `flat`."""

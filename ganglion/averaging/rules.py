@@ -12,6 +12,7 @@ weight decay, clipping and schedules are the user's, and the centre knows no opt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -33,6 +34,9 @@ class Rule(Protocol):
     def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> bool:
         """Change `center`; fill `reply` and return True, or return False if it stays empty."""
 
+    def moved(self) -> float | None:
+        """Return how far the last write moved the centre; None if it was just what was sent."""
+
     def shown(self, center: Tensor) -> Tensor:
         """Return what whoever looks at the centre is shown: to evaluate, not to train from."""
 
@@ -44,6 +48,10 @@ class Rule(Protocol):
 
 
 class _Plain:
+    def moved(self) -> float | None:
+        """Leave it to the worker, who knows its own force or update."""
+        return None
+
     def shown(self, center: Tensor) -> Tensor:
         """Show the centre itself."""
         return center
@@ -106,6 +114,7 @@ class Additive(_Plain):
         self._weight = momentum if as_printed else 1.0
         self._num_trained = num_trained
         self._velocity: Tensor | None = None
+        self._rest = 0.0  # how far the last write moved what has no momentum
 
     def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> bool:
         """Add the update, or what the velocity has become with it."""
@@ -113,10 +122,18 @@ class Additive(_Plain):
             end = center.numel() if self._num_trained is None else self._num_trained
             self._push(center[:end], sent[:end])
             center[end:].add_(sent[end:])
+            self._rest = float(torch.linalg.vector_norm(sent[end:]))
         else:
             center.add_(sent)
         reply.copy_(center)
         return True
+
+    def moved(self) -> float | None:
+        """Return the way that the velocity took the centre, by one pass over it."""
+        if self._velocity is None:
+            return None
+        pushed = self._weight * float(torch.linalg.vector_norm(self._velocity))
+        return math.hypot(pushed, self._rest)
 
     def _push(self, center: Tensor, sent: Tensor) -> None:
         if self._velocity is None:
@@ -161,6 +178,10 @@ class WithMean:
         self._num_seen += 1
         self._mean.lerp_(center, self._rate or 1.0 / (self._num_seen + 1))
         return replies
+
+    def moved(self) -> float | None:
+        """Return how far the other rule moved the centre itself."""
+        return self._inner.moved()
 
     def shown(self, center: Tensor) -> Tensor:
         """Show the mean."""

@@ -13,6 +13,7 @@ more; Async MSGD has its momentum in the rule (at the master) or in the optimize
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from ganglion.averaging.elastic import elastic_force
 from ganglion.averaging.method import ExchangeMetrics, State
+from ganglion.averaging.motion import Motion
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.shards import Part, ShardedCenter
+from ganglion.averaging.wire import AS_SENT, Envelope
 from ganglion.errors import ConfigError, ProtocolError
 from ganglion.schedules.elastic_rates import ASYNC, ElasticRate
 from ganglion.schedules.served_exchange import EXCHANGE, PULL, PUSH
@@ -32,6 +35,8 @@ _MAX_TRIES = 10
 class _Served:
     """What all served methods share: a place to start, a count of steps, and the books."""
 
+    _is_atomic = False  # whether the centre is written in the moment it is read
+
     def __init__(
         self, packed: Packed, center: ShardedCenter, *, num_workers: int, tau: int
     ) -> None:
@@ -40,7 +45,8 @@ class _Served:
         self._packed, self._center = packed, center
         self._num_expected, self._tau = num_workers, tau
         self._num_steps = self._num_exchanges = 0
-        self._force_norm = self._distance = 0.0
+        self._force_norm = self._distance = self._center_norm = 0.0
+        self._motion = Motion()
         self._start_at(center.join())
 
     @property
@@ -55,8 +61,11 @@ class _Served:
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""
         center = self._center
-        return ExchangeMetrics(
+        stale = 0 if self._is_atomic else max(center.staleness, default=0)
+        metrics = ExchangeMetrics(
             num_workers=self._num_workers,
+            concurrency=min(self._num_workers, 1 + stale),
+            num_retries=center.num_retries,
             num_steps=self._num_steps,
             num_exchanges=self._num_exchanges,
             num_discarded=center.num_refused,
@@ -73,15 +82,17 @@ class _Served:
                 "upd_host": min(center.apply_s, center.wait_s),
             },
         )
+        return self._motion.seen(metrics, self._center_norm)
 
     def _start_at(self, center: Tensor) -> None:
         self._packed.check()
         self._packed.gather().copy_(center)
         self._packed.scatter()
 
-    def _note(self, force: float, distance: float, center_norm: float) -> None:
+    def _note(self, force: float, distance: float, center_norm: float, moved: float) -> None:
         self._num_exchanges += 1
-        self._force_norm = force
+        self._force_norm, self._center_norm = force, center_norm
+        self._motion.note(moved)
         self._distance = distance / center_norm if center_norm else 0.0
 
 
@@ -121,11 +132,14 @@ class _Elastic(_Served):
         """Start the exchange if no pass did, and end it unless it may overlap the step."""
         self._ask_if_due()
         self._prepare()
+        if self._is_asked:
+            self._motion.begin_step(self._packed)
         if not self._overlap:
             self.flush()
 
     def after_step(self, lr: float) -> None:
         """Subtract the force, which belongs to the weights before the step."""
+        self._motion.end_step(self._packed)
         self.flush()
         self._subtract()
         self._num_steps += 1
@@ -203,12 +217,14 @@ class _Elastic(_Served):
     def _finish(self, center_square: float) -> None:
         force = float(torch.linalg.vector_norm(self._force))
         distance = force / self._alpha if self._alpha else 0.0
-        self._note(force, distance, center_square**0.5)
+        self._note(force, distance, center_square**0.5, moved=force)
         self._has_force = True
 
 
 class ServedEasgd(_Elastic):
     """Elastic averaging by weights: up and down cross, and what is read is never old."""
+
+    _is_atomic = True
 
     def _send(self, worker: Tensor) -> None:
         self._center.fill(worker)
@@ -322,8 +338,16 @@ class ServedSgd(_Served):
         worker = self._packed.gather().to("cpu")
         self._center.fill(torch.sub(worker, self._base, out=self._update))
         self._center.ask(PUSH, step=self._num_steps)
+        moved = 0.0
         for part, answer in self._center.answers():
             self._base[part.begin : part.end] = answer.payload
+            moved = math.hypot(moved, self._moved(part, answer.envelope))
         self._start_at(self._base)
         norm = float(torch.linalg.vector_norm(self._update))
-        self._note(norm, norm, float(torch.linalg.vector_norm(self._base)))
+        self._note(norm, norm, float(torch.linalg.vector_norm(self._base)), moved)
+
+    def _moved(self, part: Part, envelope: Envelope) -> float:
+        """Return how far the update moved a shard of the centre."""
+        if envelope.is_refused or envelope.moved != AS_SENT:
+            return envelope.moved * (not envelope.is_refused)
+        return float(torch.linalg.vector_norm(self._update[part.begin : part.end]))

@@ -23,6 +23,7 @@ from ganglion.averaging.connections import Door, Gone, Said, Store, place_of
 from ganglion.averaging.rules import Rule
 from ganglion.averaging.snapshot import Snapshots
 from ganglion.averaging.wire import (
+    AS_SENT,
     LEAVE,
     REPLY,
     RESTORE,
@@ -256,11 +257,12 @@ class CenterServer:
         worker, kind = action.request.worker, action.request.kind
         block = self._block_of(worker)
         is_write = isinstance(action, Serve) and kind in WRITES
-        with_payload, apply_s = True, 0.0
+        with_payload, apply_s, moved = True, 0.0, None
         if is_write:
             start_s = time.perf_counter()
             rate = asked.envelope.rate
             with_payload = self._rule.apply(self.center, asked.payload, rate, block.payload)
+            moved = self._rule.moved()
             apply_s = time.perf_counter() - start_s
             self._apply_s += apply_s
             self._num_exchanges[worker] += 1
@@ -271,6 +273,7 @@ class CenterServer:
             is_refused=isinstance(action, Refuse),
             staleness=action.staleness,
             apply_s=apply_s,
+            moved=AS_SENT if moved is None else moved,
         )
         self._answered[worker] = _Answered(block, reply, with_payload)
         self._send(asked.caller, self._answered[worker])

@@ -27,6 +27,7 @@ from torch import Tensor
 from ganglion.averaging.centers import Center
 from ganglion.averaging.elastic import elastic_force
 from ganglion.averaging.method import ExchangeMetrics, State
+from ganglion.averaging.motion import Motion
 from ganglion.averaging.packed import Packed
 from ganglion.averaging.sums import Meter, Sum, Votes
 from ganglion.comm import Group
@@ -55,6 +56,7 @@ class SyncEasgd:
         self._packed, self._center, self._votes = packed, center, votes
         self.turns, self._rate, self._meter = turns, rate, meter
         self._overlap = overlap
+        self._motion = Motion()
         self._awaited: Exchange | None = None  # started, and its data may still be on their way
         self._cast: dict[int, bool] | None = None  # the votes on it, once all has come
         self._force: Tensor | None = None
@@ -69,9 +71,12 @@ class SyncEasgd:
         """End the exchange of this step, if it has one: move the centre and keep the force."""
         self._start()
         self._force = self._finish(lr)
+        if self._force is not None:
+            self._motion.begin_step(self._packed)
 
     def after_step(self, lr: float) -> None:
         """Subtract the force, which belongs to the weights before the step."""
+        self._motion.end_step(self._packed)
         self._subtract()
         self.turns.on_step()
 
@@ -113,8 +118,8 @@ class SyncEasgd:
 
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""
-        distance = consensus(self._packed.gather(), self._center.flat)
-        seen = turns_seen(self.turns, self._meter)
+        distance, size = consensus(self._packed.gather(), self._center.flat)
+        seen = self._motion.seen(turns_seen(self.turns, self._meter), size)
         host_s = self._center.host_s
         # The paper counts weights that travel to and from the host apart.
         seconds = {} if host_s is None else {"param_host_dev": seen.wait_s, "upd_host": host_s}
@@ -181,6 +186,7 @@ class SyncEasgd:
             self._hold_back()
             return None
         self._last_force = self._center.apply(self._packed.gather(), alpha, num_workers)
+        self._motion.note(self._center.moved)
         return self._last_force
 
     def _subtract(self) -> None:
@@ -209,6 +215,7 @@ def turns_seen(turns: SyncExchange, meter: Meter) -> ExchangeMetrics:
     return replace(
         meter.metrics(),
         num_workers=len(turns.members),
+        concurrency=len(turns.members),
         num_steps=turns.step,
         num_exchanges=turns.version,
         num_discarded=turns.num_discarded,
@@ -216,11 +223,11 @@ def turns_seen(turns: SyncExchange, meter: Meter) -> ExchangeMetrics:
     )
 
 
-def consensus(worker: Tensor, center: Tensor) -> float:
-    """Return |w - c| / |c|: how far a worker is from the centre."""
+def consensus(worker: Tensor, center: Tensor) -> tuple[float, float]:
+    """Return |w - c| / |c|: how far a worker is from the centre, and |c|."""
     size = float(torch.linalg.vector_norm(center))
     distance = float(torch.linalg.vector_norm(worker - center.to(worker.device)))
-    return distance / size if size else 0.0
+    return distance / size if size else 0.0, size
 
 
 class SyncSgd:
@@ -263,6 +270,7 @@ class SyncSgd:
         return replace(
             self._meter.metrics(),
             num_workers=self._group.size,
+            concurrency=self._group.size,
             num_steps=self._num_steps,
             num_exchanges=self._num_steps,
             staleness=Counter({0: self._num_steps}),

@@ -23,15 +23,17 @@ from ganglion.schedules.served_exchange import EXCHANGE, JOIN, LOOK, PULL, PUSH
 
 RETURN, LEAVE, REPLY, TROUBLE, RESTORE = "return", "leave", "reply", "trouble", "restore"
 
+AS_SENT = -1.0  # how far a write moved the centre: by what was sent, which its sender knows
+
 HEADER_BYTES = 128  # a multiple of the cache line: the payload behind it is aligned
 MAX_RUN_ID = 16
-_MAGIC, _FORMAT = b"GNEA", 2
+_MAGIC, _FORMAT = b"GNEA", 3
 # The order of kinds and dtypes is the wire's: new ones go to the end.
 _KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE, RETURN, LEAVE, REPLY, TROUBLE, RESTORE)
 _DTYPES = (torch.float32, torch.float64, torch.uint8)
 # magic, format, kind, dtype, refused, run, worker, shard, number, step, version, elements, rate,
-# staleness, queue, members, seconds of the update
-_FIELDS = struct.Struct("<4sBBBB16siiqqqqdqiid")
+# staleness, queue, members, seconds of the update, how far it moved the centre
+_FIELDS = struct.Struct("<4sBBBB16siiqqqqdqiidd")
 _CHECKSUM = struct.Struct("<I")
 _CHECKSUM_AT = HEADER_BYTES - _CHECKSUM.size
 
@@ -42,7 +44,7 @@ class Envelope:
 
     A request has the `step` of the worker, the `version` of the centre it saw last and the `rate`
     of its force; a reply has the version of the centre it brings, whether the request was refused,
-    how stale it was, how many workers the centre has, and how long it took to move it.
+    how stale it was, how many workers the centre has, and how long it took to move it how far.
     """
 
     kind: str
@@ -58,6 +60,7 @@ class Envelope:
     queue: int = 0
     members: int = 0
     apply_s: float = 0.0
+    moved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class Block:
             envelope.queue,
             envelope.members,
             envelope.apply_s,
+            envelope.moved,
         )
         _CHECKSUM.pack_into(self._memory, _CHECKSUM_AT, _checksum(self._memory[:size]))
         return self._bytes[:size]
@@ -146,7 +150,8 @@ def open_block(data: Tensor, here: Side, worker: int | None) -> tuple[Envelope, 
     if (magic, form) != (_MAGIC, _FORMAT) or kind >= len(_KINDS) or dtype >= len(_DTYPES):
         raise _wrong(here, worker, f"header {bytes(memory[:8]).hex(' ')}", "a header of Ganglion")
     found = run.rstrip(b"\0").decode("ascii", "replace")
-    sender, shard, number, step, version, numel, rate, staleness, queue, members, apply_s = numbers
+    sender, shard, number, step, version, numel, rate, *more = numbers
+    staleness, queue, members, apply_s, moved = more
     envelope = Envelope(
         kind=_KINDS[kind],
         run_id=found,
@@ -161,6 +166,7 @@ def open_block(data: Tensor, here: Side, worker: int | None) -> tuple[Envelope, 
         queue=queue,
         members=members,
         apply_s=apply_s,
+        moved=moved,
     )
     worker = sender if worker is None else worker
     _check_sides(envelope, here, worker)

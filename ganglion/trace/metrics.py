@@ -14,9 +14,10 @@ class StepMetrics:
 
     `val_loss` is present only on steps that evaluated; under elastic averaging it is that of the
     centre, and numbers of worker 0 come with each step: exchanges so far, its distance from the
-    centre as a share of the centre's norm, the seconds it has waited for exchanges, and how many of
-    its writes had missed 0, 1, 2 ... versions of the centre (`staleness`). Under
-    fp16 each step tells its loss scale and whether an overflow let it be skipped.
+    centre as a share of the centre's norm, the seconds it has waited for exchanges, how many of
+    its writes had missed 0, 1, 2 ... versions of the centre (`staleness`), and of the last exchange
+    what docs/averaging.md explains. Under fp16 each step tells its loss scale and whether an
+    overflow let it be skipped.
     """
 
     step: int
@@ -31,6 +32,22 @@ class StepMetrics:
     consensus: float | None = None
     exchange_wait_s: float | None = None
     staleness: list[int] | None = None
+    staleness_p99: int | None = None
+    staleness_max: int | None = None
+    center_move: float | None = None
+    center_speed: float | None = None
+    center_age_s: float | None = None
+    force: float | None = None
+    step_norm: float | None = None
+    workers: int | None = None
+    exchanges_discarded: int | None = None
+    exchange_bytes: int | None = None
+    exchange_comm_s: float | None = None
+    exchange_exposed_s: float | None = None
+    exchange_concurrency: int | None = None
+    exchange_queue: int | None = None
+    exchange_retries: int | None = None
+    lost_update: float | None = None
     loss_scale: float | None = None
     skipped: bool | None = None
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from ganglion.averaging.method import ExchangeMetrics
 from ganglion.trace import StepMetrics
 from ganglion.train.executor import StepResult
 from ganglion.train.job import Job, is_due
@@ -72,13 +73,36 @@ def _metrics(job: Job, result: StepResult, step_s: float, val_loss: float | None
         lr=result.lr,
         peak_bytes=result.peak_bytes,
         val_loss=val_loss,
-        exchanges=None if seen is None else seen.num_exchanges,
-        consensus=None if seen is None else seen.consensus,
-        exchange_wait_s=None if seen is None else seen.wait_s,
-        staleness=None if seen is None else _counts(seen.staleness),
         loss_scale=result.loss_scale,
         skipped=None if result.loss_scale is None else result.skipped,
+        **({} if seen is None else _exchanged(seen)),
     )
+
+
+def _exchanged(seen: ExchangeMetrics) -> dict[str, Any]:
+    """Return what a worker saw of elastic averaging, by the names of the record."""
+    return {
+        "exchanges": seen.num_exchanges,
+        "exchanges_discarded": seen.num_discarded,
+        "exchange_wait_s": seen.wait_s,
+        "exchange_comm_s": seen.comm_s,
+        "exchange_exposed_s": seen.exposed_s,
+        "exchange_bytes": seen.sent_bytes,
+        "exchange_concurrency": seen.concurrency,
+        "exchange_queue": seen.max_queue,
+        "exchange_retries": seen.num_retries,
+        "workers": seen.num_workers,
+        "staleness": _counts(seen.staleness),
+        "staleness_p99": seen.staleness_p99,
+        "staleness_max": seen.staleness_max,
+        "consensus": seen.consensus,
+        "center_move": seen.center_move,
+        "center_speed": seen.center_speed,
+        "center_age_s": seen.age_s,
+        "force": seen.force,
+        "step_norm": seen.step_norm,
+        "lost_update": seen.lost_update,
+    }
 
 
 def _counts(histogram: Mapping[int, int]) -> list[int]:

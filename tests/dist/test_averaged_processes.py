@@ -214,4 +214,10 @@ def test_the_command_trains_resumes_and_writes_metrics(tmp_path: Path) -> None:
     records = metrics_of(tmp_path / "run")
     assert [record["exchanges"] for record in records] == [1, 1, 2, 2, 3, 3]
     assert all(record["consensus"] > 0 for record in records)
+    assert records[0]["center_move"] == 0 < records[2]["center_speed"] < records[2]["center_move"]
+    assert all(record["force"] > 0 and record["step_norm"] > 0 for record in records[2:])
+    assert records[-1]["exchange_bytes"] > records[0]["exchange_bytes"] > 0
+    last = records[-1]
+    assert (last["workers"], last["staleness_p99"], last["exchange_retries"]) == (2, 0, 0)
+    assert last["center_age_s"] > 0
     assert "val_loss" in records[-1]
