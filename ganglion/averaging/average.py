@@ -47,6 +47,7 @@ from ganglion.averaging.saved import (
     save_center,
     save_full,
     saved_center,
+    saved_velocity,
 )
 from ganglion.averaging.server import ServerMetrics
 from ganglion.averaging.server_process import announce_end, own_server
@@ -350,7 +351,7 @@ class ElasticAverage:
         """Put a served centre back where it is kept; no worker goes on before."""
         if self._hosting is not None:
             self._workers.between.barrier()
-            self._hosting.restore(saved_center(self._packed, state))
+            self._hosting.restore(saved_center(self._packed, state), saved_velocity(state))
             self._workers.between.barrier()
 
     # --- hooks ---------------------------------------------------------------------------------

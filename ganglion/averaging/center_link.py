@@ -20,6 +20,8 @@ from torch import Tensor
 from ganglion.averaging.connections import Phone, Store
 from ganglion.averaging.wire import (
     LEAVE,
+    RECALL,
+    REMIND,
     RESTORE,
     RETURN,
     TROUBLE,
@@ -33,6 +35,7 @@ from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.schedules.served_exchange import JOIN, LOOK
 
 _FAREWELL_S = 1.0
+_MAX_LOOKS = 10
 
 
 class Answer(NamedTuple):
@@ -69,7 +72,7 @@ class CenterLink:
         self._plain = Block(0, dtype)  # for what has no payload
         self._number = 0
         self._asked: tuple[Envelope, bool] | None = None  # what is unanswered
-        self._looks = ""  # what is asked beside the numbered requests: a look, or a restore
+        self._looks = ""  # what is asked beside the numbered requests: a look, a restore
         self._early: Answer | None = None  # came while a look was awaited
         self._is_member = False
 
@@ -82,13 +85,24 @@ class CenterLink:
 
     def look(self) -> Tensor:
         """Return the centre as it is; what is in flight stays so."""
-        return self._ask_beside(LOOK)
+        return self._ask_beside(LOOK).payload
 
-    def restore(self, center: Tensor) -> None:
+    def recall(self) -> tuple[Tensor, Tensor]:
+        """Return the centre and its velocity, of one version if writes ever pause so long."""
+        for _ in range(_MAX_LOOKS):
+            velocity, center = self._ask_beside(RECALL), self._ask_beside(LOOK)
+            if velocity.envelope.version == center.envelope.version:
+                break
+        return center.payload, velocity.payload
+
+    def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
         """Put the centre at `center`; nothing may be in flight, of no worker."""
         assert self._asked is None, "one request at a time"
         self.block.payload.copy_(center)
         self._ask_beside(RESTORE)
+        if velocity is not None:
+            self.block.payload.copy_(velocity)
+            self._ask_beside(REMIND)
 
     def ask(self, kind: str, *, step: int, rate: float = 0.0, with_payload: bool = True) -> None:
         """Send a request, with `block.payload`, which must stay as it is until it is answered."""
@@ -127,17 +141,17 @@ class CenterLink:
             rate=rate,
         )
 
-    def _ask_beside(self, kind: str) -> Tensor:
-        """Ask what has no number and may be asked twice; return the centre that comes back."""
+    def _ask_beside(self, kind: str) -> Answer:
+        """Ask what has no number and may be asked twice; return what comes back."""
         self._looks = kind
         self._say_beside()
         try:
-            return self._await(0).payload
+            return self._await(0)
         finally:
             self._looks = ""
 
     def _say_beside(self) -> None:
-        self._say(self._envelope(self._looks, 0, 0, 0.0), self._looks == RESTORE)
+        self._say(self._envelope(self._looks, 0, 0, 0.0), self._looks in (RESTORE, REMIND))
 
     def _ask(self, envelope: Envelope, with_payload: bool) -> None:
         self._asked = (envelope, with_payload)

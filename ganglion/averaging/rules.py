@@ -146,8 +146,9 @@ class Additive(_Plain):
         return {} if self._velocity is None else {"velocity": self._velocity}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the velocity that was kept."""
-        self._velocity = state.get("velocity")
+        """Continue with the velocity that was kept, of what has one."""
+        velocity = state.get("velocity")
+        self._velocity = None if velocity is None else velocity[: self._num_trained]
 
 
 class WithMean:

@@ -96,6 +96,11 @@ def saved_center(packed: Packed, state: State) -> Tensor:
     return flat
 
 
+def saved_velocity(state: State) -> Tensor | None:
+    """Return how a served centre moved, if the checkpoint is full and it had momentum."""
+    return state["method"].get("velocity") if state["kind"] == FULL else None
+
+
 def check_state(state: Any) -> str:
     """Return the kind of a saved state; raise CheckpointError if it is none."""
     if not isinstance(state, dict) or state.get("kind") not in (FULL, CENTER_ONLY):

@@ -293,10 +293,20 @@ class ServedSgd(_Served):
     """
 
     def __init__(
-        self, packed: Packed, center: ShardedCenter, *, num_workers: int, tau: int = 1
+        self,
+        packed: Packed,
+        center: ShardedCenter,
+        *,
+        num_workers: int,
+        tau: int = 1,
+        has_momentum: bool = False,
     ) -> None:
-        """Join, and start at the centre; tau steps make one update."""
+        """Join, and start at the centre; tau steps make one update.
+
+        `has_momentum` says that the rule of the servers has, and a checkpoint must hold it.
+        """
         super().__init__(packed, center, num_workers=num_workers, tau=tau)
+        self._has_momentum = has_momentum
         self._base = packed.gather().to("cpu", copy=True)  # the centre that w started from
         self._update = torch.empty_like(self._base)
 
@@ -320,9 +330,14 @@ class ServedSgd(_Served):
         """Have nothing in flight between steps."""
 
     def state_dict(self) -> State:
-        """Return the counts, the centre, and where this worker started from."""
-        base, center = self._base.clone(), self.center()
-        return {"center": center, "step": self._num_steps, "base": base}
+        """Return the counts, the centre with its velocity, and where this worker started from."""
+        center, velocity = self.moving_center()
+        state: State = {"center": center, "step": self._num_steps, "base": self._base.clone()}
+        return state if velocity is None else {**state, "velocity": velocity}
+
+    def moving_center(self) -> tuple[Tensor, Tensor | None]:
+        """Ask the servers for the centre, and for its velocity if it has momentum."""
+        return self._center.recall() if self._has_momentum else (self.center(), None)
 
     def load_state_dict(self, state: State) -> None:
         """Continue at the same step; the centre is restored by its servers."""

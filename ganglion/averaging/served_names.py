@@ -138,7 +138,8 @@ def join_center(
     )
     num_workers, tau = options.num_workers, options.tau
     if rate is None:
-        return ServedSgd(packed, center, num_workers=num_workers, tau=tau)
+        moves = options.momentum > 0
+        return ServedSgd(packed, center, num_workers=num_workers, tau=tau, has_momentum=moves)
     assert lr is not None, "whoever gives a rate gives the learning rate it may depend on"
     maker = ServedEasgdDelta if name == _EASGD_DELTA else ServedEasgd
     overlap = options.overlap

@@ -25,6 +25,8 @@ from ganglion.averaging.snapshot import Snapshots
 from ganglion.averaging.wire import (
     AS_SENT,
     LEAVE,
+    RECALL,
+    REMIND,
     REPLY,
     RESTORE,
     RETURN,
@@ -147,10 +149,10 @@ class CenterServer:
             if self._snapshots is not None:
                 self._save(self._snapshots)
 
-    def restore(self, center: Tensor) -> None:
-        """Put the centre at `center`, with no memory of how it moved; nobody exchanges now."""
+    def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
+        """Put the centre at `center`, moving as it did or at rest; nobody exchanges now."""
         self.center.copy_(center)
-        self._rule.load({})
+        self._remind(velocity)
 
     def metrics(self) -> ServerMetrics:
         """Return what was seen so far."""
@@ -191,14 +193,31 @@ class CenterServer:
             self._forget(worker)
         elif envelope.kind == RETURN:
             self._readmit(event.caller, envelope)
-        elif envelope.kind == LOOK:
-            self._show(event.caller, envelope)
-        elif envelope.kind == RESTORE:
-            self._check_whole(envelope, payload)
-            self.restore(payload)
-            self._show(event.caller, envelope)
+        elif envelope.kind in (LOOK, RECALL, RESTORE, REMIND):
+            self._answer_beside(event.caller, envelope, payload)
         else:
             self._admit(_Asked(event.caller, envelope, payload))
+
+    def _answer_beside(self, caller: int, envelope: Envelope, payload: Tensor) -> None:
+        """Do at once what has no number and changes no version."""
+        if envelope.kind in (RESTORE, REMIND):
+            self._check_whole(envelope, payload)
+        if envelope.kind == RESTORE:
+            self.restore(payload)
+        elif envelope.kind == REMIND:
+            self._remind(payload)
+        known = self._rule.state().get("velocity")
+        if envelope.kind != RECALL:
+            self._scratch.payload.copy_(self._rule.shown(self.center))
+        else:  # buffers have none, and zero is what a centre at rest has
+            self._scratch.payload.zero_()
+            if known is not None:
+                self._scratch.payload[: known.numel()] = known
+        reply = self._reply_to(envelope, self.books.version)
+        self._send(caller, _Answered(self._scratch, reply, True))
+
+    def _remind(self, velocity: Tensor | None) -> None:
+        self._rule.load({} if velocity is None else {"velocity": velocity.clone()})
 
     def _admit(self, asked: _Asked) -> None:
         """Hand a request to the books."""
@@ -233,12 +252,6 @@ class CenterServer:
         self.books.rejoin(worker, envelope.number)
         self._callers[worker] = caller
         self._lost.pop(worker, None)
-
-    def _show(self, caller: int, envelope: Envelope) -> None:
-        """Reply to a look at once: it changes nothing and needs no membership."""
-        self._scratch.payload.copy_(self._rule.shown(self.center))
-        reply = self._reply_to(envelope, self.books.version)
-        self._send(caller, _Answered(self._scratch, reply, True))
 
     # --- what to do -----------------------------------------------------------------------------
 

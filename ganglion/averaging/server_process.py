@@ -143,10 +143,10 @@ class RemoteCenter:
         """Know the centre, and whether this worker is the first."""
         self._center, self._is_first = center, group.index == 0
 
-    def restore(self, center: Tensor) -> None:
-        """Put the centre back, while nobody exchanges."""
+    def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
+        """Put the centre back, moving or at rest, while nobody exchanges."""
         if self._is_first:
-            self._center.restore(center.to("cpu"))
+            self._center.restore(center.to("cpu"), velocity)
 
     def close(self) -> None:
         """Leave it to the servers to end when all workers have left."""

@@ -48,8 +48,8 @@ _SHARED_FOLDER = Path("/dev/shm")
 class Hosting(Protocol):
     """What a worker keeps for all of them, besides its own method."""
 
-    def restore(self, center: Tensor) -> None:
-        """Put the centre back, while nobody exchanges."""
+    def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
+        """Put the centre back, moving or at rest, while nobody exchanges."""
 
     def close(self) -> None:
         """Return when nobody needs this worker's part of the centre any more."""
@@ -83,9 +83,9 @@ class _Server:
         self._thread = threading.Thread(target=self._serve, name="centre", daemon=True)
         self._thread.start()
 
-    def restore(self, center: Tensor) -> None:
-        end = self._begin + self._server.center.numel()
-        self._server.restore(center[self._begin : end])
+    def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
+        own = slice(self._begin, self._begin + self._server.center.numel())
+        self._server.restore(center[own], None if velocity is None else velocity[own])
 
     def close(self) -> None:
         self._thread.join(self._timeout_s)
@@ -107,7 +107,7 @@ class _Server:
 class _Nothing:
     """The part of a worker that serves nothing."""
 
-    def restore(self, center: Tensor) -> None:
+    def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
         pass
 
     def close(self) -> None:
@@ -138,12 +138,14 @@ def served_method(
         hosting = RemoteCenter(center, group)
     num_workers, tau, overlap = group.size, wishes.tau, wishes.overlap
     if wishes.mode == ASYNC_SGD:
-        return ServedSgd(packed, center, num_workers=num_workers, tau=tau), hosting
+        moves = wishes.center_momentum > 0
+        method = ServedSgd(packed, center, num_workers=num_workers, tau=tau, has_momentum=moves)
+        return method, hosting
     rate = wishes.rate()
-    method = ServedEasgd(
+    elastic = ServedEasgd(
         packed, center, rate, lr, num_workers=num_workers, tau=tau, overlap=overlap
     )
-    return method, hosting
+    return elastic, hosting
 
 
 def _check(wishes: Wishes, num_workers: int, lr: float) -> None:

@@ -88,10 +88,16 @@ class ShardedCenter:
         """Return the centre as it is now."""
         return torch.cat([part.link.look() for part in self.parts])
 
-    def restore(self, flat: Tensor) -> None:
-        """Put the centre at `flat`, while nobody exchanges."""
+    def recall(self) -> tuple[Tensor, Tensor]:
+        """Return the centre as it is now, and its velocity."""
+        centers, velocities = zip(*(part.link.recall() for part in self.parts), strict=True)
+        return torch.cat(centers), torch.cat(velocities)
+
+    def restore(self, flat: Tensor, velocity: Tensor | None = None) -> None:
+        """Put the centre at `flat`, moving or at rest, while nobody exchanges."""
         for part in self.parts:
-            part.link.restore(flat[part.begin : part.end])
+            moving = None if velocity is None else velocity[part.begin : part.end]
+            part.link.restore(flat[part.begin : part.end], moving)
 
     def fill(self, flat: Tensor) -> None:
         """Copy a vector into the messages that are asked next."""

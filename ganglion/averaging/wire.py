@@ -22,6 +22,7 @@ from ganglion.errors import ConfigError, ProtocolError
 from ganglion.schedules.served_exchange import EXCHANGE, JOIN, LOOK, PULL, PUSH
 
 RETURN, LEAVE, REPLY, TROUBLE, RESTORE = "return", "leave", "reply", "trouble", "restore"
+RECALL, REMIND = "recall", "remind"  # read and write the velocity of the centre
 
 AS_SENT = -1.0  # how far a write moved the centre: by what was sent, which its sender knows
 
@@ -29,7 +30,7 @@ HEADER_BYTES = 128  # a multiple of the cache line: the payload behind it is ali
 MAX_RUN_ID = 16
 _MAGIC, _FORMAT = b"GNEA", 3
 # The order of kinds and dtypes is the wire's: new ones go to the end.
-_KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE, RETURN, LEAVE, REPLY, TROUBLE, RESTORE)
+_KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE, RETURN, LEAVE, REPLY, TROUBLE, RESTORE, RECALL, REMIND)
 _DTYPES = (torch.float32, torch.float64, torch.uint8)
 # magic, format, kind, dtype, refused, run, worker, shard, number, step, version, elements, rate,
 # staleness, queue, members, seconds of the update, how far it moved the centre

@@ -36,6 +36,7 @@ from ganglion.averaging.outer import (
     slow_momentum,
 )
 from ganglion.averaging.packed import Packed
+from ganglion.averaging.served import ServedSgd
 from ganglion.averaging.server_process import CountingStore, announce_end
 from ganglion.averaging.serving import Hosting, served_method
 from ganglion.comm import Group, World
@@ -151,6 +152,7 @@ class Averaged:
         self._group, self._wishes = group, settings.wishes(plan)
         self._hosting: Hosting | None = None
         self._looked: Tensor | None = None  # a served centre, as it was looked at last
+        self._velocity: Tensor | None = None  # and how it moved then, if it has momentum
         self._num_before = 0  # exchanges before this process began
         self._method = self._make(settings, lr)
         self.forget_outer()
@@ -194,13 +196,21 @@ class Averaged:
 
     def center(self) -> dict[str, Tensor]:
         """Return the centre by the names of the tensors, as views that a load may fill."""
-        flat = self._method.center()
-        if self._hosting is not None:
-            self._looked = flat = flat.clone()
-        return self._named(flat)
+        if self._hosting is None:
+            return self._named(self._method.center())
+        if isinstance(self._method, ServedSgd):
+            self._looked, self._velocity = self._method.moving_center()
+        else:
+            self._looked = self._method.center().clone()
+        return self._named(self._looked)
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Return the momentum of the centre by the names of the tensors, if it has any."""
+        """Return the momentum of the centre by the names of the tensors, if it has any.
+
+        That of a served centre is what it was when that was looked at last, or is now.
+        """
+        if isinstance(self._method, ServedSgd):
+            return self._served_velocity()
         if not isinstance(self._method, OuterAveraging):
             return {}
         entries, state = self._packed.entries, self._method.outer.state
@@ -211,8 +221,21 @@ class Averaged:
             if buffer is not None
         }
 
+    def _served_velocity(self) -> dict[str, Tensor]:
+        if self._looked is None:
+            self.center()
+        if self._velocity is None:
+            return {}
+        return {
+            self._names[entry.name]: entry.view(self._velocity)
+            for entry in self._packed.entries
+            if entry.offset < self._packed.num_trained
+        }
+
     def forget_outer(self) -> None:
         """Let the momentum of the centre be zero, in memory that a load can fill."""
+        if self._velocity is not None:
+            self._velocity.zero_()
         if not isinstance(self._method, OuterAveraging):
             return
         for group in self._method.outer.param_groups:
@@ -241,7 +264,7 @@ class Averaged:
         if self._wishes.mode in (ASYNC_SGD, HOGWILD_SGD):
             self._set(center)  # what was done since the last exchange belongs to no version
         self._group.barrier()
-        hosting.restore(center)
+        hosting.restore(center, self._velocity)
         self._method.load_state_dict({"center": center, "step": step})
         self._group.barrier()
         self._num_before = num_exchanges - self._method.metrics().num_exchanges
