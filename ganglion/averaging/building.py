@@ -61,9 +61,10 @@ def sync_easgd(
 ) -> SyncEasgd:
     """Return Sync EASGD among `group`, whose rate is checked at the present learning rate.
 
-    Workers that exchanged before, in another group, bring their `turns`.
+    Workers that exchanged before, in another group, bring their `turns`, and let beta follow.
     """
-    rate.checked_alpha(lr, group.size, options.tau, SYNC)
+    check = rate.checked_alpha if turns is None else rate.following_alpha
+    check(lr, group.size, options.tau, SYNC)
     meter = Meter()
     return SyncEasgd(
         packed,

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from ganglion.averaging.connections import Phone, Store
 from ganglion.averaging.wire import (
-    LEAVE,
     RECALL,
     REMIND,
     RESTORE,
-    RETURN,
     TROUBLE,
     Block,
     Envelope,
@@ -32,7 +30,7 @@ from ganglion.averaging.wire import (
     text_of,
 )
 from ganglion.errors import CommError, PeerLost, ProtocolError
-from ganglion.schedules.served_exchange import JOIN, LOOK
+from ganglion.schedules.served_exchange import JOIN, LEAVE, LOOK, RETURN
 
 _FAREWELL_S = 1.0
 _MAX_LOOKS = 10
@@ -202,9 +200,9 @@ class CenterLink:
                 f"worker {self.worker} got an answer for worker {answer.envelope.worker}: give "
                 f"every worker a number of its own"
             )
-        self.num_members = answer.envelope.members
         if not (self._looks and answer.envelope.number == 0):
             self._asked = None
+            self.num_members = answer.envelope.members  # not by looks, which no record has
             self.version = answer.envelope.version
         return answer
 

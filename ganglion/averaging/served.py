@@ -44,6 +44,7 @@ class _Served:
             raise ConfigError(f"tau = {tau}: give the steps between two exchanges, 1 or more")
         self._packed, self._center = packed, center
         self._num_expected, self._tau = num_workers, tau
+        self._num_reckoned = num_workers  # workers, as was known when the last exchange began
         self._num_steps = self._num_exchanges = 0
         self._force_norm = self._distance = self._center_norm = 0.0
         self._motion = Motion()
@@ -51,8 +52,9 @@ class _Served:
 
     @property
     def _num_workers(self) -> int:
-        """How many workers draw at the centre, those that joined later among them."""
-        return max(self._num_expected, self._center.num_members)
+        """How many workers draw at the centre: all that are there, once those expected were."""
+        has_all = self._center.max_members >= self._num_expected
+        return self._center.num_members if has_all else self._num_expected
 
     def center(self) -> Tensor:
         """Ask the servers for the centre as it is now."""
@@ -62,9 +64,10 @@ class _Served:
         """Return what was seen so far."""
         center = self._center
         stale = 0 if self._is_atomic else max(center.staleness, default=0)
+        num_workers = max(self._num_reckoned, self._num_workers)  # who took part, or came since
         metrics = ExchangeMetrics(
-            num_workers=self._num_workers,
-            concurrency=min(self._num_workers, 1 + stale),
+            num_workers=num_workers,
+            concurrency=min(num_workers, 1 + stale),
             num_retries=center.num_retries,
             num_steps=self._num_steps,
             num_exchanges=self._num_exchanges,
@@ -189,7 +192,8 @@ class _Elastic(_Served):
     def _ask(self) -> None:
         self._packed.check()
         lr, num_workers = self._lr(), self._num_workers
-        self._alpha = self._rate.checked_alpha(lr, num_workers, self._tau, ASYNC)
+        self._num_reckoned = num_workers
+        self._alpha = self._rate.following_alpha(lr, num_workers, self._tau, ASYNC)
         self._send(self._packed.gather())
         self._is_asked, self._asked_at = True, self._num_steps
 
@@ -350,6 +354,7 @@ class ServedSgd(_Served):
 
     def _exchange(self) -> None:
         self._packed.check()
+        self._num_reckoned = self._num_workers
         worker = self._packed.gather().to("cpu")
         self._center.fill(torch.sub(worker, self._base, out=self._update))
         self._center.ask(PUSH, step=self._num_steps)

@@ -24,12 +24,10 @@ from ganglion.averaging.rules import Rule
 from ganglion.averaging.snapshot import Snapshots
 from ganglion.averaging.wire import (
     AS_SENT,
-    LEAVE,
     RECALL,
     REMIND,
     REPLY,
     RESTORE,
-    RETURN,
     TROUBLE,
     Block,
     Envelope,
@@ -41,7 +39,9 @@ from ganglion.errors import PeerLost, ProtocolError
 from ganglion.schedules.served_exchange import (
     FIRST_COME,
     JOIN,
+    LEAVE,
     LOOK,
+    RETURN,
     WRITES,
     Event,
     Refuse,

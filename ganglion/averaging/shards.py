@@ -61,7 +61,7 @@ class ShardedCenter:
         self.staleness: Counter[int] = Counter()
         self.num_refused = self.max_queue = 0
         self.wait_s = self.comm_s = self.apply_s = 0.0
-        self.num_members = 0
+        self.num_members = self.max_members = 0  # now, and the most there ever were
         self._asked_s: float | None = None
         self.parts = tuple(
             Part(self._link(store, run_id, worker, shard, end - begin, timeout_s), begin, end)
@@ -81,7 +81,7 @@ class ShardedCenter:
     def join(self) -> Tensor:
         """Become a member of every shard; return the centre, where this worker starts."""
         center = torch.cat([part.link.join() for part in self.parts])
-        self.num_members = max(part.link.num_members for part in self.parts)
+        self._count_members()
         return center
 
     def look(self) -> Tensor:
@@ -127,7 +127,7 @@ class ShardedCenter:
         if of_a_write:
             self.staleness[answer.envelope.staleness] += 1
         self.max_queue = max(self.max_queue, answer.envelope.queue)
-        self.num_members = max(part.link.num_members for part in self.parts)
+        self._count_members()
         self.apply_s += answer.envelope.apply_s
         return answer
 
@@ -135,6 +135,10 @@ class ShardedCenter:
         """Say goodbye to all shards."""
         for part in self.parts:
             part.link.leave()
+
+    def _count_members(self) -> None:
+        self.num_members = max(part.link.num_members for part in self.parts)
+        self.max_members = max(self.max_members, self.num_members)
 
     def _link(
         self, store: Store, run_id: str, worker: int, shard: int, numel: int, timeout_s: float

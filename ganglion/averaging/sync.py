@@ -113,7 +113,7 @@ class SyncEasgd:
                 worker.copy_(center)
                 self._packed.scatter()
                 return
-            alpha = self._rate.checked_alpha(lr, exchange.num_workers, self.turns.tau, SYNC)
+            alpha = self._rate.following_alpha(lr, exchange.num_workers, self.turns.tau, SYNC)
             self._packed.subtract(elastic_force(worker, before.to(worker.device), alpha))
 
     def metrics(self) -> ExchangeMetrics:
@@ -181,7 +181,7 @@ class SyncEasgd:
         votes = self._wait()
         exchange, self._awaited = self._awaited, None
         num_workers = exchange.num_workers
-        alpha = self._rate.checked_alpha(lr, num_workers, self.turns.tau, SYNC)
+        alpha = self._rate.following_alpha(lr, num_workers, self.turns.tau, SYNC)
         if not self.turns.on_votes(exchange, votes):
             self._hold_back()
             return None

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ganglion.errors import ConfigError, ProtocolError
-from ganglion.schedules.served_exchange import EXCHANGE, JOIN, LOOK, PULL, PUSH
+from ganglion.schedules.served_exchange import EXCHANGE, JOIN, LEAVE, LOOK, PULL, PUSH, RETURN
 
-RETURN, LEAVE, REPLY, TROUBLE, RESTORE = "return", "leave", "reply", "trouble", "restore"
+REPLY, TROUBLE, RESTORE = "reply", "trouble", "restore"
 RECALL, REMIND = "recall", "remind"  # read and write the velocity of the centre
 
 AS_SENT = -1.0  # how far a write moved the centre: by what was sent, which its sender knows

@@ -6,6 +6,7 @@
 | beta  | beta / num_workers    | the same                       |
 | rho   | lr * rho              | alpha shrinks with it          |
 
+When workers come or go, beta is shared anew between those who are there; alpha and rho stay.
 With `amortise`, the given rate belongs to the tau steps between two exchanges together, so alpha is
 divided by tau (TensorFlow's reading); without, to one exchange (the authors' launcher).
 
@@ -84,6 +85,35 @@ class ElasticRate:
         never that of stability.
         """
         alpha = self.alpha_of(lr, num_workers, tau)
+        how = self._check_beta(alpha, num_workers)
+        x = lr * curvature
+        if not _is_stable(alpha, num_workers, x, mode):
+            raise ConfigError(
+                f"{how}, which diverges in mode {mode!r}: alpha must stay below "
+                f"{_bound(num_workers, x, mode)}, x = lr * curvature = {x:g}; lower {self.name}"
+                + (" or lr" if x else "")
+            )
+        return alpha
+
+    def following_alpha(self, lr: float, num_workers: int, tau: int, mode: str = SYNC) -> float:
+        """Return alpha of one exchange between workers whose number has changed.
+
+        Where beta was given, it is shared between those who are there; but where so few would
+        diverge with it (a beta of 1 of a worker alone: it and the centre just change places), as
+        though there were the least number with which they do not. It depends on nothing but the
+        arguments, so all workers find the same.
+        """
+        if self.name != "beta":
+            return self.checked_alpha(lr, num_workers, tau, mode)
+        shared = num_workers
+        while not _is_stable(self.alpha_of(lr, shared, tau), num_workers, 0.0, mode):
+            shared += 1
+        alpha = self.alpha_of(lr, shared, tau)
+        self._check_beta(alpha, num_workers)
+        return alpha
+
+    def _check_beta(self, alpha: float, num_workers: int) -> str:
+        """Raise if all workers together move the centre too far; return how alpha was found."""
         how = f"{self.name} = {self.value:g} gives alpha = {alpha:g}"
         beta = alpha * num_workers
         if beta > 1.0 + 1e-12 and not self.unsafe:
@@ -91,27 +121,24 @@ class ElasticRate:
                 f"{how} and beta = {num_workers} workers * alpha = {beta:g}, above 1: convergence "
                 f"is proven up to 1; give beta=0.9, or ask for it with unsafe=True"
             )
-        _check_stable(alpha, how, num_workers, lr * curvature, mode)
-        return alpha
+        return how
 
     def _given(self) -> dict[str, float]:
         rates = {"alpha": self.alpha, "beta": self.beta, "rho": self.rho}
         return {name: value for name, value in rates.items() if value is not None}
 
 
-def _check_stable(alpha: float, how: str, num_workers: int, x: float, mode: str) -> None:
-    """Raise if alpha leaves the region in which exchanges of `mode` contract on a quadratic."""
+def _is_stable(alpha: float, num_workers: int, x: float, mode: str) -> bool:
+    """Say whether alpha is in the region in which exchanges of `mode` contract on a quadratic."""
     if mode in (ROUND_ROBIN, ASYNC):
-        limit = round_robin_alpha_limit(x)
-        stable, bound = 0 < limit >= alpha, f"(4 - 2x) / (4 - x) = {limit:g}"
-    else:  # without locks, all workers may read the same centre: a synchronous step
-        limit = sync_alpha_limit(num_workers, x)
-        stable, bound = (
-            alpha < limit,
-            f"2(2 - x) / (2 + P(2 - x)) = {limit:g} with P = {num_workers}",
-        )
-    if not stable:
-        raise ConfigError(
-            f"{how}, which diverges in mode {mode!r}: alpha must stay below {bound}, x = lr * "
-            f"curvature = {x:g}; lower {how.split(' ')[0]}" + (" or lr" if x else "")
-        )
+        return 0 < round_robin_alpha_limit(x) >= alpha
+    # Without locks, all workers may read the same centre: a synchronous step.
+    return alpha < sync_alpha_limit(num_workers, x)
+
+
+def _bound(num_workers: int, x: float, mode: str) -> str:
+    """Return the edge of that region, as an error names it."""
+    if mode in (ROUND_ROBIN, ASYNC):
+        return f"(4 - 2x) / (4 - x) = {round_robin_alpha_limit(x):g}"
+    limit = sync_alpha_limit(num_workers, x)
+    return f"2(2 - x) / (2 + P(2 - x)) = {limit:g} with P = {num_workers}"

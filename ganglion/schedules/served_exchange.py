@@ -6,6 +6,9 @@
 A worker numbers its requests 1, 2, 3 ... A number that comes again (its reply was lost with the
 connection) is answered with the reply of the first time and not applied again.
 
+Who leaves is missed from the next answer on: workers learn with each how many share the centre, and
+so a record holds departures, too.
+
 Three orders: first come first served; round robin, which is first come with the writes forced into
 the order of the workers' numbers; and the replay of a recorded order, which gives the same centre
 to the last bit.
@@ -24,8 +27,11 @@ LOOK = "look"  # read the centre for evaluation: has no number, is never held, n
 PULL = "pull"  # read the centre for a later push
 PUSH = "push"  # write what was made from a centre read before: refused if that is too old
 EXCHANGE = "exchange"  # read and write at once, so that what is read is never old
+LEAVE = "leave"  # be no member any more: said, or found out; no request
+RETURN = "return"  # be one again, over a new connection; no request
 KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE)
 WRITES = (PUSH, EXCHANGE)
+_PASSING = (LEAVE, RETURN)
 
 FIRST_COME, ROUND_ROBIN = "first_come", "round_robin"
 STALENESS_PER_WORKER = 4  # beyond 4 P versions the averaging may grow instead of shrink
@@ -110,6 +116,7 @@ class ServedCenter:
         self._script = None if isinstance(order, str) else deque(order)
         self._max_staleness = max_staleness
         self._ever: set[int] = set()
+        self._sharing: set[int] = set()  # members, in a replay those of the moment recorded
         self._numbers: dict[int, int] = {}  # the last number that was answered, also of the dead
         self._held: deque[Request] = deque()
         self._repeats: deque[Repeat] = deque()
@@ -125,12 +132,13 @@ class ServedCenter:
         """How many versions behind a push may be."""
         if self._max_staleness is not None:
             return self._max_staleness
-        return STALENESS_PER_WORKER * self.num_shared
+        # Who left has still made what is being pushed now old.
+        return STALENESS_PER_WORKER * max(self.num_workers, len(self.members))
 
     @property
     def num_shared(self) -> int:
-        """How many workers draw at the centre: those that were expected, or more if more came."""
-        return max(self.num_workers, len(self.members))
+        """How many workers draw at the centre: those that are here, or still expected."""
+        return max(1, len(self._sharing) + max(0, self.num_workers - len(self._ever)))
 
     @property
     def awaited(self) -> int | None:
@@ -151,9 +159,13 @@ class ServedCenter:
         self.members.add(worker)
         self._ever.add(worker)
         self._numbers.setdefault(worker, number - 1)
+        if self._script is None:
+            self._pass(Event(RETURN, worker))
 
     def leave(self, worker: int) -> None:
         """Forget a worker that left or died, and what it had asked for; what it gave stays."""
+        if worker in self.members and self._script is None:
+            self._pass(Event(LEAVE, worker))
         self.members.discard(worker)
         self._held = deque(held for held in self._held if held.worker != worker)
         self._repeats = deque(r for r in self._repeats if r.request.worker != worker)
@@ -180,6 +192,8 @@ class ServedCenter:
         if self._repeats:
             self.num_repeated += 1
             return self._repeats.popleft()
+        while self._script and self._script[0].kind in _PASSING:
+            self._pass(self._script.popleft())
         for request in self._held:
             if self._may_go(request):
                 self._held.remove(request)
@@ -187,6 +201,15 @@ class ServedCenter:
         return None
 
     # --- parts ---------------------------------------------------------------------------------
+
+    def _pass(self, event: Event) -> None:
+        """Count a worker out, or in again."""
+        if event.kind == LEAVE:
+            self._sharing.discard(event.worker)
+        else:
+            self._sharing.add(event.worker)
+        if self.record is not None:
+            self.record.append(event)
 
     def _check_member(self, request: Request) -> None:
         is_member = request.worker in self.members
@@ -231,6 +254,7 @@ class ServedCenter:
         if request.kind == JOIN:
             self.members.add(request.worker)
             self._ever.add(request.worker)
+            self._sharing.add(request.worker)
             return Serve(request, self.version, 0)
         if request.kind in WRITES:
             self._last_turn = request.worker
@@ -257,7 +281,7 @@ def parse_order(text: str) -> list[Event]:
     for number, line in enumerate(text.splitlines(), 1):
         kind, _, rest = line.strip().partition(" ")
         worker, _, verdict = rest.partition(" ")
-        is_known = kind in KINDS and worker.isdecimal() and verdict in ("", "refused")
+        is_known = kind in (*KINDS, *_PASSING) and worker.isdecimal() and verdict in ("", "refused")
         if not is_known:
             raise ConfigError(
                 f"line {number} of the recorded order is {line!r}: it should be like 'push 3' or "

@@ -169,3 +169,37 @@ def test_rho_is_checked_again_when_the_learning_rate_rises() -> None:
     assert rate.checked_alpha(0.1, 4, 1) == pytest.approx(0.2)
     with pytest.raises(ConfigError, match=r"rho = 2 gives alpha = 0\.4"):
         rate.checked_alpha(0.2, 4, 1)
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC, ROUND_ROBIN, HOGWILD])
+def test_beta_follows_the_number_of_workers_both_ways(mode: str) -> None:
+    rate = ElasticRate(beta=0.9)
+    for workers in (4, 5, 3, 2, 1):
+        assert rate.following_alpha(0.1, workers, 1, mode) == pytest.approx(0.9 / workers)
+    assert ElasticRate(beta=0.9, amortise=True).following_alpha(0.1, 2, 3, mode) == 0.15
+
+
+def test_beta_follows_no_further_than_is_stable() -> None:
+    """One worker with alpha = 1 and its centre just change places: it draws as one of two."""
+    assert ElasticRate(beta=1.0).following_alpha(0.1, 1, 1, SYNC) == 0.5
+    assert ElasticRate(beta=1.0).following_alpha(0.1, 1, 1, ASYNC) == 1.0
+    asked = ElasticRate(beta=1.5, unsafe=True)
+    assert asked.checked_alpha(0.1, 4, 1, SYNC) == 0.375
+    assert asked.following_alpha(0.1, 3, 1, SYNC) == 0.375  # not 0.5, the edge with three
+    assert asked.following_alpha(0.1, 1, 1, ASYNC) == 0.75
+    for workers in range(1, 9):
+        for mode in (SYNC, ASYNC, HOGWILD):
+            alpha = asked.following_alpha(0.1, workers, 1, mode)
+            assert ElasticRate(alpha=alpha, unsafe=True).checked_alpha(0.1, workers, 1, mode)
+
+
+@pytest.mark.parametrize("rate", [ElasticRate(alpha=0.2), ElasticRate(rho=2.0)])
+def test_a_rate_for_each_worker_stays_when_others_go(rate: ElasticRate) -> None:
+    assert [rate.following_alpha(0.1, workers, 1) for workers in (4, 3, 1)] == [0.2] * 3
+    with pytest.raises(ConfigError, match="above 1"):
+        rate.following_alpha(0.1, 6, 1)
+
+
+def test_following_lifts_no_bound() -> None:
+    with pytest.raises(ConfigError, match="above 1"):
+        ElasticRate(beta=1.2).following_alpha(0.1, 4, 1)

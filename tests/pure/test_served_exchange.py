@@ -11,9 +11,11 @@ from ganglion.errors import ConfigError, ProtocolError
 from ganglion.schedules.served_exchange import (
     EXCHANGE,
     JOIN,
+    LEAVE,
     LOOK,
     PULL,
     PUSH,
+    RETURN,
     ROUND_ROBIN,
     Event,
     Refuse,
@@ -134,6 +136,41 @@ def test_the_limit_grows_with_newcomers_and_does_not_fall_when_the_run_ends() ->
     for worker in (0, 1, 2):
         books.leave(worker)
     assert books.limit == 8
+
+
+def test_who_shares_the_centre_is_who_is_here_or_expected() -> None:
+    books = ServedCenter(3)
+    counts = []
+    for kind, worker in (
+        *((JOIN, 0), (LEAVE, 0), (JOIN, 1), (JOIN, 2), (JOIN, 3), (LEAVE, 1), (RETURN, 1)),
+        *((LEAVE, 3), (LEAVE, 3), (LEAVE, 2), (LEAVE, 1)),
+    ):
+        if kind == JOIN:
+            books.arrive(Request(JOIN, worker))
+            books.next()
+        elif kind == LEAVE:
+            books.leave(worker)
+        else:
+            books.rejoin(worker, 1)
+        counts.append(books.num_shared)
+    # The first left before the others came: those are still expected. Nobody is counted out twice.
+    assert counts == [3, 2, 2, 2, 3, 2, 3, 2, 2, 1, 1]
+
+
+def test_a_replay_counts_departures_at_their_place_in_the_record() -> None:
+    order = parse_order("join 0\njoin 1\nexchange 0\nleave 1\nexchange 0\nreturn 1\nexchange 0")
+    books = ServedCenter(2, order, is_recording=True)
+    for worker in (0, 1):
+        books.arrive(Request(JOIN, worker))
+        books.next()
+    books.leave(1)  # earlier than it did
+    counts = []
+    for number in (1, 2, 3):
+        books.arrive(Request(EXCHANGE, 0, number))
+        assert isinstance(books.next(), Serve)
+        counts.append(books.num_shared)
+    assert counts == [2, 1, 2]
+    assert books.record == order
 
 
 def test_an_exchange_is_never_too_old() -> None:

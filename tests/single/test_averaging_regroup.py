@@ -124,6 +124,48 @@ def test_a_newcomer_changes_alpha_for_all_at_the_same_exchange() -> None:
         assert_near(found_center, center)
 
 
+@pytest.mark.parametrize(
+    ("rate", "alphas"),
+    [
+        ({"beta": 0.9}, [0.3, 0.45, 0.9]),
+        ({"beta": 1.0}, [1 / 3, 0.5, 0.5]),
+        ({"alpha": 0.3}, [0.3, 0.3, 0.3]),
+    ],
+    ids=["beta", "no further than is stable", "alpha"],
+)
+def test_workers_that_leave_change_alpha_for_all_at_the_same_exchange(
+    rate: Any, alphas: list[float]
+) -> None:
+    """The simulation: three workers for three steps, then two, then one; without gradients."""
+    meetings, steps = Meetings(), 3
+
+    def body(outside: World) -> Any:
+        rank, model = outside.rank, make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        world = meetings.world("3", rank, 3)
+        average = ElasticAverage(model, optimizer, tau=1, world=world, **rate)
+        with torch.no_grad():
+            model[0].bias.fill_(rank + 1.0)
+        for number in (3, 2, 1):
+            if number < 3:
+                average.regroup(meetings.world(str(number), rank, number))
+            with average:
+                train_steps(model, optimizer, rank, range(steps))
+            if rank == number - 1:
+                break
+        return float(model[0].bias.detach()[0]), float(centre_of(average)["0.bias"][0])
+
+    found = run_threads(Mesh(data=3), body)
+    center = float(make_model()[0].bias.detach()[0])
+    weights = [1.0, 2.0, 3.0]
+    for number, alpha in zip((3, 2, 1), alphas, strict=True):
+        for _ in range(steps):
+            forces = [alpha * (w - center) for w in weights[:number]]
+            weights[:number] = [w - f for w, f in zip(weights[:number], forces, strict=True)]
+            center += sum(forces)
+        assert found[number - 1] == pytest.approx((weights[number - 1], center), abs=1e-12)
+
+
 @pytest.mark.parametrize("wishes", [{"beta": 0.9}, {"beta": 0.9, "center": "root"},
                                     {"outer": diloco()}])  # fmt: skip
 def test_survivors_go_on_after_a_loss(wishes: Any) -> None:

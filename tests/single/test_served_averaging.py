@@ -31,6 +31,7 @@ from ganglion.schedules.served_exchange import (
     EXCHANGE,
     FIRST_COME,
     JOIN,
+    LEAVE,
     PULL,
     PUSH,
     ROUND_ROBIN,
@@ -257,6 +258,11 @@ class Serial:
 
     join_delta = join_sgd = join_easgd
 
+    def leave_easgd(self, worker: int) -> None:
+        """What it gave stays, and alpha is the same: it was given."""
+
+    leave_delta = leave_sgd = leave_easgd
+
     def exchange_easgd(self, worker: int) -> None:
         force = ALPHA * (self.until_due(worker).weights - self.center)
         self.center = self.center + force
@@ -441,6 +447,12 @@ class Bench:
         end_s = time.monotonic() + DEADLINE_S
         while self.server.books.version < version:
             assert time.monotonic() < end_s, f"version {version} never came"
+            time.sleep(0.001)
+
+    def await_members(self, number: int) -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while len(self.server.books.members) > number:
+            assert time.monotonic() < end_s, f"more than {number} workers stay"
             time.sleep(0.001)
 
 
@@ -829,6 +841,83 @@ def test_alpha_follows_workers_that_join_later() -> None:
 
     numel = Packed(torch.nn.Linear(1, 1, bias=False).double()).numel
     Bench(numel=numel).play(script)
+
+
+@pytest.mark.parametrize(
+    ("rate", "wanted"),
+    [
+        (ElasticRate(beta=0.9), [0.3, 0.3, 0.45, 0.45, 0.9, 0.9]),
+        (ElasticRate(alpha=0.3), [0.3] * 6),
+        (ElasticRate(rho=2.0), [2.0 * LR] * 6),
+        (ElasticRate(beta=1.5, unsafe=True), [0.5, 0.5, 0.75, 0.75, 0.75, 0.75]),
+    ],
+    ids=["beta", "alpha", "rho", "no further than is stable"],
+)
+def test_alpha_follows_workers_that_leave(rate: ElasticRate, wanted: list[float]) -> None:
+    """From the answer on that no longer counts them; one says goodbye, the other is cut off."""
+
+    def script(bench: Bench) -> None:
+        packed = Packed(torch.nn.Linear(1, 1, bias=False).double())
+        center = ShardedCenter(bench.store, packed.flat, run_id=RUN, worker=0, timeout_s=DEADLINE_S)
+        others = [bench.link(worker) for worker in (1, 2)]
+        for other in others:
+            other.join()
+        method = ServedEasgd(packed, center, rate, lambda: LR, num_workers=3, tau=1)
+        alphas = []
+        for turn in range(6):
+            if turn == 1:
+                others[0].leave()
+                bench.await_members(2)
+            if turn == 3:
+                others[1]._phone.hang_up()
+                bench.await_members(1)
+            method.sync_now(LR)
+            alphas.append(method._alpha)
+        assert alphas == pytest.approx(wanted)
+        assert method.metrics().num_workers == 1
+        method.close()
+
+    numel = Packed(torch.nn.Linear(1, 1, bias=False).double()).numel
+    Bench(numel=numel, num_workers=3).play(script)
+
+
+def test_a_replay_counts_departures_where_they_were() -> None:
+    """The workers of the replay leave at another time, and alpha changes at the same exchange."""
+
+    def play(order: Order, leaves_at: int | None) -> tuple[list[float], list[Event]]:
+        alphas: list[float] = []
+
+        def script(bench: Bench) -> None:
+            packed = Packed(torch.nn.Linear(1, 1, bias=False).double())
+            center = ShardedCenter(
+                bench.store, packed.flat, run_id=RUN, worker=0, timeout_s=DEADLINE_S
+            )
+            other = bench.link(1)
+            other.join()
+            rate = ElasticRate(beta=0.9)
+            method = ServedEasgd(packed, center, rate, lambda: LR, num_workers=2, tau=1)
+            for turn in range(5):
+                if turn == leaves_at:
+                    other.leave()
+                    bench.await_members(1)
+                method.begin_pass()
+                center.look()  # is in no record, and must not matter
+                method.after_step(LR)
+                alphas.append(method._alpha)
+            method.close()
+            if leaves_at is None:
+                other.leave()
+
+        numel = Packed(torch.nn.Linear(1, 1, bias=False).double()).numel
+        bench = Bench(numel=numel, num_workers=2, order=order, is_recording=True)
+        record = bench.play(script).books.record
+        return alphas, list(record or [])
+
+    alphas, record = play(FIRST_COME, 2)
+    assert alphas == pytest.approx([0.45, 0.45, 0.45, 0.9, 0.9])
+    assert Event(LEAVE, 1) in record
+    for leaves_at in (0, 4, None):
+        assert play(record, leaves_at) == (alphas, record)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])
