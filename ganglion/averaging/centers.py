@@ -43,6 +43,9 @@ class Center(Protocol):
     def before(self) -> Tensor | None:
         """Return the centre that the exchange which began last is reckoned from, if it is here."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return the centre and what belongs to it."""
+
     def apply(self, worker: Tensor, alpha: float, num_workers: int) -> Tensor:
         """Move the centre; return the force on this worker, valid until the next `start`."""
 
@@ -72,6 +75,10 @@ class ReplicatedCenter:
     def before(self) -> Tensor | None:
         """Return the centre itself, until it is moved."""
         return self.flat
+
+    def tensors(self) -> list[Tensor]:
+        """Return the centre and the sum."""
+        return [self.flat, *self._sums.tensors()]
 
     def apply(self, worker: Tensor, alpha: float, num_workers: int) -> Tensor:
         """Move the centre to (1 - P alpha) c + alpha * sum; return the force on this worker."""
@@ -145,6 +152,10 @@ class RootCenter:
     def before(self) -> Tensor | None:
         """Return the centre that was broadcast, if all of it has come."""
         return self._coming if self._has_come else None
+
+    def tensors(self) -> list[Tensor]:
+        """Return the centre as it is here, the one that comes, and the weights under way."""
+        return [self.flat, self._coming, self._travelling]
 
     def apply(self, worker: Tensor, alpha: float, num_workers: int) -> Tensor:
         """Move the centre at the root; return the force on this worker."""

@@ -132,6 +132,10 @@ class CompressedSum:
         self._codec.decode(self._code(self._mine), self.buffer)
         self.residual.add_(self.buffer)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the sum, what is held back, and the codes."""
+        return [self.buffer, self.residual, self._mine, self._all]
+
     def state(self) -> dict[str, Tensor]:
         """Return what is held back."""
         return {"residual": self.residual.clone()}

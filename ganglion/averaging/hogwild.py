@@ -61,6 +61,9 @@ class RacedCenter(Protocol):
     def restart(self, first: Tensor) -> None:
         """Put the centre at `first`, while nobody writes it."""
 
+    def memory(self) -> Tensor | None:
+        """Return the memory that all share, if this process sees it as a tensor."""
+
 
 class _Hogwild:
     """What both methods share: a place to start, counts, and the bound on staleness."""
@@ -124,6 +127,11 @@ class _Hogwild:
             lost_update=self._shared.lost_update(),
         )
         return self._motion.seen(metrics, size)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the centre as it was seen last; what all share is counted with the first."""
+        shared = self._shared.memory() if self._worker == 0 else None
+        return [self._seen] if shared is None else [self._seen, shared]
 
     def close(self) -> None:
         """Leave: what this worker added stays."""

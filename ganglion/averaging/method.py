@@ -91,6 +91,9 @@ class Method(Protocol):
     def metrics(self) -> ExchangeMetrics:
         """Return what was seen so far."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return what is kept between steps, besides the weights themselves."""
+
     def state_dict(self) -> State:
         """Return copies of everything a bit-exact resume needs, but the weights."""
 

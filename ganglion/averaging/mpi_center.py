@@ -91,6 +91,10 @@ class WindowCenter:
         SharedCenter(torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)).restart(first)
         self._added.zero_()
 
+    def memory(self) -> Tensor | None:
+        """Have none: it is MPI's."""
+        return None
+
     def close(self) -> None:
         """Close the window; all processes call this together."""
         self._window.Unlock_all()

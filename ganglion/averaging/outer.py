@@ -160,6 +160,12 @@ class OuterAveraging:
         seen = dataclasses.replace(turns_seen(self.turns, self._meter), consensus=away)
         return self._motion.seen(seen, size)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the centre, the sums, and what the outer optimizer remembers."""
+        sums = [tensor for part in self._parts for tensor in part.sums.tensors()]
+        kept = [t for state in self.outer.state.values() for t in state.values()]
+        return [self._center, *sums, *(t for t in kept if isinstance(t, Tensor))]
+
     def state_dict(self) -> State:
         """Return the centre, the outer optimizer, the counts and what is in flight."""
         return {

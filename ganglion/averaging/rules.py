@@ -40,6 +40,9 @@ class Rule(Protocol):
     def shown(self, center: Tensor) -> Tensor:
         """Return what whoever looks at the centre is shown: to evaluate, not to train from."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return what is kept between writes besides the centre."""
+
     def state(self) -> Mapping[str, Tensor]:
         """Return what a snapshot must keep besides the centre."""
 
@@ -82,11 +85,19 @@ class Elastic(_Stateless):
         center.add_(self._force)
         return True
 
+    def tensors(self) -> list[Tensor]:
+        """Return the room of the force."""
+        return [] if self._force is None else [self._force]
+
 
 class Delta(_Stateless):
     """Add the force that a worker reckoned from a centre it had pulled."""
 
     kind = PUSH
+
+    def tensors(self) -> list[Tensor]:
+        """Keep nothing."""
+        return []
 
     def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> bool:
         """Add; there is nothing to tell."""
@@ -141,6 +152,10 @@ class Additive(_Plain):
         self._velocity.mul_(self._momentum).add_(sent)
         center.add_(self._velocity, alpha=self._weight)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the velocity, if there is one."""
+        return [] if self._velocity is None else [self._velocity]
+
     def state(self) -> Mapping[str, Tensor]:
         """Keep the velocity."""
         return {} if self._velocity is None else {"velocity": self._velocity}
@@ -187,6 +202,10 @@ class WithMean:
     def shown(self, center: Tensor) -> Tensor:
         """Show the mean."""
         return center if self._mean is None else self._mean
+
+    def tensors(self) -> list[Tensor]:
+        """Return the mean, and what the other rule keeps."""
+        return [*self._inner.tensors(), *([] if self._mean is None else [self._mean])]
 
     def state(self) -> Mapping[str, Tensor]:
         """Keep the mean, of how many it is, and what the other rule keeps."""

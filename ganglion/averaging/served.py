@@ -87,6 +87,13 @@ class _Served:
         )
         return self._motion.seen(metrics, self._center_norm)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the messages to the servers, and what they are made from."""
+        return [*self._center.tensors(), *self._kept()]
+
+    def _kept(self) -> list[Tensor]:
+        raise NotImplementedError
+
     def _start_at(self, center: Tensor) -> None:
         self._packed.check()
         self._packed.gather().copy_(center)
@@ -185,6 +192,9 @@ class _Elastic(_Served):
 
     # --- parts ---------------------------------------------------------------------------------
 
+    def _kept(self) -> list[Tensor]:
+        return [self._force]
+
     def _ask_if_due(self) -> None:
         if self._asked_at != self._num_steps and self._num_steps % self._tau == 0:
             self._ask()
@@ -252,6 +262,9 @@ class ServedEasgdDelta(_Elastic):
     _before: Tensor | None = None  # the weights that the force belongs to
     _is_pulled = False
     _square = 0.0
+
+    def _kept(self) -> list[Tensor]:
+        return [*super()._kept(), *(() if self._before is None else (self._before,))]
 
     def _send(self, worker: Tensor) -> None:
         self._is_pulled, self._square = False, 0.0
@@ -347,6 +360,9 @@ class ServedSgd(_Served):
         """Continue at the same step; the centre is restored by its servers."""
         self._num_steps = int(state["step"])
         self._base.copy_(state["base"] if "base" in state else state["center"])
+
+    def _kept(self) -> list[Tensor]:
+        return [self._base, self._update]
 
     def close(self) -> None:
         """Leave; steps since the last exchange stay with the worker."""

@@ -154,6 +154,11 @@ class CenterServer:
         self.center.copy_(center)
         self._remind(velocity)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the centre, what its rule keeps, and the room of answers."""
+        answers = [answered.block.payload for answered in tuple(self._answered.values())]
+        return [self.center, *self._rule.tensors(), self._scratch.payload, *answers]
+
     def metrics(self) -> ServerMetrics:
         """Return what was seen so far."""
         books = self.books

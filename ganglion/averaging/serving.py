@@ -51,6 +51,9 @@ class Hosting(Protocol):
     def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
         """Put the centre back, moving or at rest, while nobody exchanges."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return what this worker keeps for the others."""
+
     def close(self) -> None:
         """Return when nobody needs this worker's part of the centre any more."""
 
@@ -87,6 +90,9 @@ class _Server:
         own = slice(self._begin, self._begin + self._server.center.numel())
         self._server.restore(center[own], None if velocity is None else velocity[own])
 
+    def tensors(self) -> list[Tensor]:
+        return self._server.tensors()
+
     def close(self) -> None:
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
@@ -109,6 +115,9 @@ class _Nothing:
 
     def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
         pass
+
+    def tensors(self) -> list[Tensor]:
+        return []
 
     def close(self) -> None:
         pass

@@ -99,6 +99,10 @@ class ShardedCenter:
             moving = None if velocity is None else velocity[part.begin : part.end]
             part.link.restore(flat[part.begin : part.end], moving)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the memory of messages to the shards."""
+        return [part.link.block.payload for part in self.parts]
+
     def fill(self, flat: Tensor) -> None:
         """Copy a vector into the messages that are asked next."""
         for part in self.parts:

@@ -123,6 +123,10 @@ class SharedCenter:
         self._first.copy_(self.flat[self._sampled])
         self._added.zero_()
 
+    def memory(self) -> Tensor | None:
+        """Return the weights, which are a part of the shared memory."""
+        return self.flat
+
     def _write(self, delta: Tensor) -> None:
         self.flat.add_(delta)
 

@@ -66,6 +66,9 @@ class Sum(Protocol):
     def discard(self) -> None:
         """Take note that the last sum is not used, by nobody."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return the memory of the sum."""
+
     def state(self) -> dict[str, Tensor]:
         """Return copies of what must outlive a restart."""
 
@@ -98,6 +101,10 @@ class GroupSum:
 
     def discard(self) -> None:
         """Keep nothing of the last sum."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return the buffer, which is all there is."""
+        return [self.buffer]
 
     def state(self) -> dict[str, Tensor]:
         """Have nothing to keep."""

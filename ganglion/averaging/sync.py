@@ -125,6 +125,10 @@ class SyncEasgd:
         seconds = {} if host_s is None else {"param_host_dev": seen.wait_s, "upd_host": host_s}
         return replace(seen, consensus=distance, force=self._force_norm(), seconds=seconds)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the centre, and what is on its way."""
+        return self._center.tensors()
+
     def state_dict(self) -> State:
         """Return the centre and the counts; what is in flight starts again after a resume."""
         self.flush()
@@ -275,6 +279,10 @@ class SyncSgd:
             num_exchanges=self._num_steps,
             staleness=Counter({0: self._num_steps}),
         )
+
+    def tensors(self) -> list[Tensor]:
+        """Return where gradients are summed."""
+        return self._sums.tensors()
 
     def state_dict(self) -> State:
         """Return the weights and the counts."""

@@ -82,6 +82,11 @@ class TwoLevel:
         method: Method = self._gradients if self._between is None else self._between
         return method.metrics()
 
+    def tensors(self) -> list[Tensor]:
+        """Return what both levels keep."""
+        between = [] if self._between is None else self._between.tensors()
+        return [self._center, *self._gradients.tensors(), *between]
+
     def state_dict(self) -> State:
         """Return the state of the exchange between hosts; others keep the centre only."""
         if self._between is not None:

@@ -103,8 +103,9 @@ def _predicted(file: RunFile, plan: Plan, shape: ModelShape | None) -> Sequence[
     mesh = plan.mesh()
     if shape is None:
         return [None] * mesh.num_ranks
-    by_pipe = predicted_memory(shape, plan, MemoryOptions.of(file))
-    return [by_pipe[mesh.coordinates(rank).pipe] for rank in range(mesh.num_ranks)]
+    options, places = MemoryOptions.of(file), map(mesh.coordinates, range(mesh.num_ranks))
+    by_worker = [predicted_memory(shape, plan, options, worker) for worker in range(plan.data)]
+    return [by_worker[at.data][at.pipe] for at in places]
 
 
 def _by_category(memory: Memory, names: Sequence[str]) -> dict[str, int]:

@@ -13,7 +13,15 @@ from rich.table import Table
 
 from ganglion.cli.simulate import num_cluster_ranks
 from ganglion.cli.train import TrainOptions, fitted_plan, read_run_file
-from ganglion.config import GPTShape, MemoryOptions, RunFile, expected_shape, predicted_memory
+from ganglion.config import (
+    GPTShape,
+    MemoryOptions,
+    ModelShape,
+    RunFile,
+    expected_shape,
+    predicted_memory,
+    server_memory,
+)
 from ganglion.config.tensor_checks import check_vocabulary
 from ganglion.costs import CATEGORIES, Cluster, Memory, find_cluster
 from ganglion.errors import ConfigError
@@ -136,7 +144,7 @@ def _figures(run: RunFile, plan: Plan, budget_bytes: int | None) -> MemoryFigure
     shape = expected_shape(run)
     if isinstance(shape, GPTShape):
         check_vocabulary(shape.vocab_size, plan)
-    rows = _folded(predicted_memory(shape, plan, MemoryOptions.of(run)), plan)
+    rows = _rows(shape, plan, MemoryOptions.of(run))
     worst = max(row.total_bytes for row in rows)
     return MemoryFigures(
         schedule=plan.schedule,
@@ -150,22 +158,34 @@ def _figures(run: RunFile, plan: Plan, budget_bytes: int | None) -> MemoryFigure
     )
 
 
-def _folded(memories: Sequence[Memory], plan: Plan) -> list[MemoryRow]:
-    """Return a row for every different memory, in the order of the pipeline."""
+def _rows(shape: ModelShape, plan: Plan, options: MemoryOptions) -> list[MemoryRow]:
+    """Return a row for every different memory, in the order of the pipeline; servers come last.
+
+    Only the first worker may differ from the others: it may serve their centre.
+    """
     mesh = plan.mesh()
-    places: dict[Memory, list[int]] = {}
-    for pipe, memory in enumerate(memories):
-        places.setdefault(memory, []).append(pipe)
-    pipes = [mesh.coordinates(rank).pipe for rank in range(mesh.num_ranks)]
-    return [
-        MemoryRow(
-            ranks=[rank for rank, pipe in enumerate(pipes) if pipe in here],
-            pipe=here,
-            bytes={name: getattr(memory, name) for name in CATEGORIES},
-            total_bytes=memory.total,
-        )
-        for memory, here in places.items()
+    kinds = [predicted_memory(shape, plan, options, worker) for worker in range(min(2, plan.data))]
+    coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
+    held = [kinds[min(at.data, len(kinds) - 1)][at.pipe] for at in coordinates]
+    order = list(dict.fromkeys(memory for kind in kinds for memory in kind))
+    pipes = [at.pipe for at in coordinates]
+    rows = [
+        _row(memory, [r for r, own in enumerate(held) if own == memory], pipes) for memory in order
     ]
+    if plan.servers:
+        servers = list(range(mesh.num_ranks, plan.num_ranks))
+        rows.append(_row(server_memory(shape, plan, options), servers, ()))
+    return rows
+
+
+def _row(memory: Memory, ranks: list[int], pipes: Sequence[int]) -> MemoryRow:
+    """Return the row of ranks; those beyond `pipes` are in no pipeline."""
+    return MemoryRow(
+        ranks=ranks,
+        pipe=sorted({pipes[rank] for rank in ranks if rank < len(pipes)}),
+        bytes={name: getattr(memory, name) for name in CATEGORIES},
+        total_bytes=memory.total,
+    )
 
 
 # --- for people ----------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from ganglion.costs import (
     state_memory,
     with_norm,
 )
+from ganglion.costs.center_memory import arriving_copies, center_copies, server_copies
 from ganglion.plan import Plan
 from ganglion.schedules import Holding, planned_holding, planned_schedule
 from ganglion.schedules.bucket_program import NUM_SLOTS
@@ -85,13 +86,24 @@ class MemoryOptions:
         )
 
 
-def predicted_memory(shape: ModelShape, plan: Plan, options: MemoryOptions) -> list[Memory]:
+def predicted_memory(
+    shape: ModelShape, plan: Plan, options: MemoryOptions, worker: int = 0
+) -> list[Memory]:
     """Return what a rank of each pipe coordinate holds at its worst.
 
     Stages that a plan does not cut are balanced by flop; a run that measures may cut elsewhere.
+    Under elastic averaging, it is that of a `worker`; none holds more than the first.
     """
     model = _Model(shape, plan)
-    return [model.rank_memory(rank, options) for rank in range(plan.pipe)]
+    return [model.rank_memory(rank, options, worker) for rank in range(plan.pipe)]
+
+
+def server_memory(shape: ModelShape, plan: Plan, options: MemoryOptions) -> Memory:
+    """Return what one server process of a plan holds: its part of every rank's centre."""
+    ranks = predicted_memory(shape, plan, options)
+    held = sum(rank.weights for rank in ranks) * plan.x * plan.y * plan.z
+    part = -(-held // plan.servers)
+    return Memory(center=server_copies(plan) * part, communication=plan.data * part)
 
 
 def planned_boundaries(shape: ModelShape, plan: Plan) -> tuple[int, ...]:
@@ -114,7 +126,7 @@ class _Model:
             cuts = balanced_boundaries([block.total_flops for block in costs], num_stages)
         self._edges = list(pairwise([0, *cuts, len(costs)]))
 
-    def rank_memory(self, rank: int, options: MemoryOptions) -> Memory:
+    def rank_memory(self, rank: int, options: MemoryOptions, worker: int) -> Memory:
         holding = self._holdings[rank]
         rules = replace(
             options.rules,
@@ -133,8 +145,11 @@ class _Model:
         if self._plan.offload != "none":
             in_flight = sum(self._bucket_bytes(holding, stage, options) for stage in holding.stages)
             state = moved_to_tier(state, parameters, self._mesh, rules, in_flight)
-        if self._plan.averages:
-            state = replace(state, center=2 * state.weights)
+        state = replace(
+            state,
+            center=center_copies(self._plan, worker) * state.weights,
+            communication=arriving_copies(self._plan, worker) * state.weights,
+        )
         return state + gathered + self._working_memory(rank, parameters, options)
 
     def _kept(self, parameters: Sequence[Parameter], options: MemoryOptions) -> list[bool]:

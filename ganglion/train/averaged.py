@@ -184,6 +184,11 @@ class Averaged:
         seen = self._method.metrics()
         return replace(seen, num_exchanges=seen.num_exchanges + self._num_before)
 
+    def tensors(self) -> list[Tensor]:
+        """Return what averaging keeps on this rank, beside the weights and between steps."""
+        served = [] if self._hosting is None else self._hosting.tensors()
+        return [*self._method.tensors(), *served]
+
     @contextmanager
     def center_weights(self) -> Iterator[None]:
         """Let the modules have the weights of the centre."""

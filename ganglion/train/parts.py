@@ -82,7 +82,7 @@ class RunParts:
             "weights": list(self.parameters.values()),
             "versions": list(own.get("versions", ())),
             "gradients": list(own["gradients"]),
-            "center": [t for averaged in self.averaged for t in averaged.center().values()],
+            "center": [t for averaged in self.averaged for t in averaged.tensors()],
         }
         for update in self.updates:
             for category, tensors in update.tensors().items():

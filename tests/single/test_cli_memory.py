@@ -210,3 +210,20 @@ assert "torch" not in sys.modules, "torch was imported"
         env=environment(),
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_who_serves_a_centre_has_a_row_of_its_own(folder: Path) -> None:
+    """The first of four workers holds what it serves; with a server, that does and no worker."""
+    averaging = ["--parallel.pipe", "1", "--parallel.schedule", "gpipe"]
+    averaging += ["--averaging.method", "async_easgd"]
+    first, others = figures("run.toml", *averaging, "--nproc", "4", cwd=folder)["rows"]
+    assert (first["ranks"], others["ranks"]) == ([0], [1, 2, 3])
+    weights = first["bytes"]["weights"]
+    assert others["bytes"]["center"] == 2 * weights
+    assert first["bytes"]["center"] == (2 + 3 + 4) * weights
+    averaging += ["--averaging.servers", "1", "--nproc", "5"]
+    workers, server = figures("run.toml", *averaging, cwd=folder)["rows"]
+    assert (workers["ranks"], server["ranks"], server["pipe"]) == ([0, 1, 2, 3], [4], [])
+    assert workers["bytes"] == others["bytes"]
+    assert server["bytes"]["center"] == (3 + 4) * weights
+    assert "0-3" in ganglion("run.toml", *averaging, cwd=folder).stdout

@@ -26,7 +26,7 @@ from ganglion.train.saved_bytes import SavedBytes
 from tests.single.test_memory_model import STATES, Layouts, plan_of, told
 from tests.training import FACTORIES, SHAPES, make_batches, make_model, make_run, share_of
 
-# "center" is counted by half: what is on its way has no tensor of its own between exchanges.
+# "center" is padded, and counted in test_center_memory.py.
 COUNTED = ("weights", "versions", "gradients", "master", "moments", "buckets")
 HALF: dict[str, Any] = {"precision": "bf16_master"}
 MASTERS = [
