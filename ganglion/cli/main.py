@@ -233,7 +233,10 @@ def simulate(
     ] = None,
     slow: Annotated[
         list[str] | None,
-        typer.Option(help="RANK:FACTOR[:START:LENGTH]: a rank takes that much longer."),
+        typer.Option(
+            help="RANK:FACTOR[:START:LENGTH]: a rank takes that much longer. Under averaging, its "
+            "worker does, and the others as far as they wait for it."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,

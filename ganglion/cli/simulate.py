@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -22,11 +23,16 @@ from ganglion.config import (
 )
 from ganglion.config.schema import AveragingSection
 from ganglion.costs import Cluster, StageTimes, find_cluster, stage_times_from_file
-from ganglion.errors import ConfigError, LayoutError, NotBuiltError
+from ganglion.errors import ConfigError, LayoutError
 from ganglion.plan import Plan
 from ganglion.schedules import check_planned
 from ganglion.simulator import Disturbance, PlanSimulation, simulate_plan
-from ganglion.simulator.averaging_plan import AveragingFigures, average_plan, without_sums
+from ganglion.simulator.averaging_plan import (
+    AveragingFigures,
+    average_plan,
+    without_sums,
+    worker_disturbances,
+)
 from ganglion.trace.event import Event
 from ganglion.units import format_bytes, format_time
 
@@ -76,19 +82,20 @@ def simulate_command(request: SimulateRequest, *, trace_file: Path | None, as_js
     """Simulate, print figures as a table or JSON, and write the trace if asked."""
     cluster = find_cluster(request.cluster)
     plan, times, section = _plan_and_times(request, cluster)
-    _check_averaging(request, plan)
+    plan.require_built()
+    disturbances = _disturbances(request, plan)
     result = simulate_plan(
         plan,
         without_sums(times) if plan.averages else times,
         cluster,
         num_steps=request.steps,
-        disturbances=_disturbances(request, plan),
+        disturbances=disturbances,
         seed=request.seed,
     )
     events = result.simulation.events(result.global_rank)
     figures = _figures(result, times, events)
     if plan.averages:
-        figures = _averaged(figures, plan, times, cluster, section, request.seed)
+        figures = _averaged(figures, plan, times, cluster, section, request, disturbances)
     if trace_file is not None:
         trace.write_trace(events, trace_file, title=f"{request.file.stem} on {cluster.name}")
     if as_json:
@@ -127,33 +134,34 @@ def _plan_and_times(
     return plan, model_times(run, plan, cluster, file), run.averaging
 
 
-def _check_averaging(request: SimulateRequest, plan: Plan) -> None:
-    plan.require_built()
-    if plan.averages and (request.pauses or request.slow):
-        option = "--pause" if request.pauses else "--slow"
-        raise NotBuiltError(
-            f"{option} is not simulated with averaging.method = {plan.averaging!r}, where one "
-            f"worker stands for all: leave it out, or set averaging.method = 'none'"
-        )
-
-
 def _averaged(
     figures: SimulateFigures,
     plan: Plan,
     times: Sequence[StageTimes],
     cluster: Cluster,
     section: AveragingSection,
-    seed: int,
+    request: SimulateRequest,
+    disturbances: tuple[Disturbance, ...],
 ) -> SimulateFigures:
-    """Return the figures of a run whose worker alone has `figures`."""
+    """Return the figures of a run whose worker alone has `figures`, with what disturbs it."""
+
+    @cache
+    def step_s(worker: int, disturbed: tuple[Disturbance, ...]) -> float:
+        apart = without_sums(times)
+        alone = simulate_plan(
+            plan, apart, cluster, num_steps=request.steps, disturbances=disturbed, seed=request.seed
+        )
+        return _step_s(alone, worker if disturbed else 0)  # undisturbed, one stands for all
+
     found = average_plan(
         plan,
         times,
         cluster,
-        figures.step_s,
+        step_s(0, ()) if disturbances else figures.step_s,
         tau=section.tau,
         overlap=section.overlap,
-        seed=seed,
+        seed=request.seed,
+        disturbances=worker_disturbances(disturbances, plan.pipe, step_s),
     )
     none = [0.0] * len(figures.reduce_s)
     return replace(figures, step_s=found.step_s, averaging=found, reduce_s=none)
@@ -221,7 +229,8 @@ def _numbers(option: str, text: str, form: str, counts: tuple[int, ...]) -> list
 def _place(rank: int, plan: Plan) -> int:
     """Return the simulated rank that stands for a rank of the plan."""
     if not 0 <= rank < plan.mesh().num_ranks:
-        raise LayoutError(f"rank {rank} is none of the plan's ranks 0 to {plan.num_ranks - 1}")
+        last = plan.mesh().num_ranks - 1
+        raise LayoutError(f"rank {rank} is none of the plan's ranks 0 to {last} that compute")
     at = plan.mesh().coordinates(rank)
     return at.data * plan.pipe + at.pipe
 
@@ -252,11 +261,14 @@ def _figures(
     )
 
 
-def _step_s(result: PlanSimulation) -> float:
-    """Return the mean time between the ends of steps, the last update of each being its end."""
+def _step_s(result: PlanSimulation, replica: int | None = None) -> float:
+    """Return the mean time between the ends of steps, the last update of each being its end.
+
+    That is of all replicas, or of one.
+    """
     ends: dict[int, float] = {}
-    for action, _, end_s, _, _ in result.simulation.rows:
-        if action.kind == "U":
+    for action, _, end_s, _, place in result.simulation.rows:
+        if action.kind == "U" and replica in (None, place // result.plan.pipe):
             ends[action.index] = max(end_s, ends.get(action.index, 0.0))
     if len(ends) == 1:
         return ends[0]
@@ -315,6 +327,13 @@ def _print_averaging(console: Console, found: AveragingFigures) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if found.disturbed_s:
+        console.print(
+            f"slow workers and pauses add {format_time(found.disturbed_s)} to a step, in the mean "
+            f"of {found.num_steps}",
+            highlight=False,
+            soft_wrap=True,
+        )
     if found.mean_staleness:
         console.print(f"mean staleness {found.mean_staleness:.2f} versions", highlight=False)
 

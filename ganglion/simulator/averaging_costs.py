@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ganglion.errors import ConfigError
+from ganglion.simulator.disturbance import Disturbance, end_of
 
 TREE, RING, TWO_LEVEL = "tree", "ring", "two_level"
 REDUCTIONS = (TREE, RING, TWO_LEVEL)
@@ -43,7 +44,8 @@ class AveragingCosts:
     """Times of compute, prices of links, sizes of what travels.
 
     `host_link` joins the host and a worker, `device_link` two workers, and batches come over
-    `data_link`. `host_center_s` and `device_center_s` are updates of the centre.
+    `data_link`. `host_center_s` and `device_center_s` are updates of the centre. The `rank` of a
+    disturbance is a worker.
     """
 
     pass_s: PassSeconds
@@ -57,6 +59,7 @@ class AveragingCosts:
     batch_bytes: int = 0
     reduction: str = TREE
     group_size: int = 1  # of the inner level of TWO_LEVEL
+    disturbances: tuple[Disturbance, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a reduction nobody knows."""
@@ -68,9 +71,16 @@ class AveragingCosts:
         """The size of all weights."""
         return sum(self.tensor_bytes)
 
-    def pass_of(self, worker: int, step: int) -> float:
-        """Return the seconds of one forward and backward."""
-        return self.pass_s(worker, step) if callable(self.pass_s) else self.pass_s
+    def pass_of(self, worker: int, step: int, start_s: float) -> float:
+        """Return the seconds of one forward and backward that begin at `start_s`.
+
+        What disturbs the worker also makes the update behind it longer: that is in the pass, too.
+        """
+        work_s = self.pass_s(worker, step) if callable(self.pass_s) else self.pass_s
+        mine = [one for one in self.disturbances if one.rank == worker]
+        if not mine:
+            return work_s
+        return end_of(work_s + self.update_s, start_s, mine) - start_s - self.update_s
 
     def data_s(self) -> float:
         """Return the seconds in which a batch gets to its worker."""

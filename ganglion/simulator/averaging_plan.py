@@ -12,14 +12,18 @@ shared memory is read and written at the rate of the links inside a node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ganglion.costs import Cluster, StageTimes
 from ganglion.costs.network import link_between, rings_along
+from ganglion.errors import ConfigError
 from ganglion.plan import ASYNC_MSGD, HOGWILD_EASGD, HOGWILD_SGD, ORIGINAL_EASGD, SYNC_EASGD, Plan
 from ganglion.simulator.averaging import METHODS, simulate_averaging
 from ganglion.simulator.averaging_costs import RING, AveragingCosts, MessagePrice, jittered
+from ganglion.simulator.averaging_result import AveragingSimulation
+from ganglion.simulator.disturbance import Disturbance
 
 _NUM_ROUNDS = 20  # exchanges of each worker that are simulated
 
@@ -39,6 +43,8 @@ class AveragingFigures:
     exposed_s: float  # of one, that no pass hides, waiting for others included
     exposed_share: float  # of all time
     mean_staleness: float
+    num_steps: int  # of each worker that were simulated
+    disturbed_s: float = 0.0  # what slow workers and pauses add to a step, in the mean of these
 
 
 def without_sums(times: Sequence[StageTimes]) -> list[StageTimes]:
@@ -55,8 +61,12 @@ def average_plan(
     tau: int,
     overlap: bool,
     seed: int = 0,
+    disturbances: tuple[Disturbance, ...] = (),
 ) -> AveragingFigures:
-    """Return what averaging makes of steps that take one worker `worker_step_s`."""
+    """Return what averaging makes of steps that take one worker `worker_step_s`.
+
+    The `rank` of each of the `disturbances` is a worker; see `worker_disturbances`.
+    """
     name = _simulated(plan.averaging, overlap)
     update_s = min(worker_step_s, max(one.update_s for one in times))
     if not METHODS[name].is_elastic:
@@ -72,18 +82,26 @@ def average_plan(
         reduction=RING,
     )
     steps = _NUM_ROUNDS * tau
-    done = simulate_averaging(
-        name,
-        costs,
-        num_workers=plan.data,
-        num_batches=plan.data * steps,
-        tau=tau,
-        is_packed=True,
-        overlaps=_overlaps(plan.averaging, overlap),
-    )
+
+    def simulated(costs: AveragingCosts) -> AveragingSimulation:
+        return simulate_averaging(
+            name,
+            costs,
+            num_workers=plan.data,
+            num_batches=plan.data * steps,
+            tau=tau,
+            is_packed=True,
+            overlaps=_overlaps(plan.averaging, overlap),
+        )
+
+    done = simulated(costs)
+    disturbed = simulated(replace(costs, disturbances=disturbances)) if disturbances else done
+    _check_reached(disturbances, disturbed.total_s, steps)
+    later_s = (disturbed.total_s - done.total_s) / steps
     added_s = max(0.0, done.total_s / steps - worker_step_s)
     exchange_s = 2 * link.of(size) if plan.drifts else costs.reduction_s(plan.data, link, True)
-    writes = sum(done.staleness.values())
+    writes = sum(disturbed.staleness.values())
+    missed = sum(n * k for n, k in disturbed.staleness.items())
     return AveragingFigures(
         method=plan.averaging,
         num_workers=plan.data,
@@ -91,12 +109,44 @@ def average_plan(
         tau=tau,
         exchange_bytes=size * max(1, plan.servers),
         worker_step_s=worker_step_s,
-        step_s=worker_step_s + added_s,
+        step_s=worker_step_s + added_s + later_s,
         exchange_s=exchange_s,
         exposed_s=added_s * tau,
         exposed_share=added_s / (worker_step_s + added_s) if added_s else 0.0,
-        mean_staleness=sum(n * k for n, k in done.staleness.items()) / writes if writes else 0.0,
+        mean_staleness=missed / writes if writes else 0.0,
+        num_steps=steps,
+        disturbed_s=later_s,
     )
+
+
+def worker_disturbances(
+    disturbances: Sequence[Disturbance],
+    pipe: int,
+    step_s: Callable[[int, tuple[Disturbance, ...]], float],
+) -> tuple[Disturbance, ...]:
+    """Return what disturbed ranks are to their workers, which have `pipe` ranks each.
+
+    A rank that stands still holds its whole pipeline up. One that is slow delays it by less than
+    its own factor: `step_s(worker, disturbances)`, the steps of a worker by itself, tells how much.
+    """
+    found = []
+    for one in disturbances:
+        worker, speed = one.rank // pipe, 0.0
+        if one.speed > 0:
+            always = replace(one, start_s=0.0, end_s=math.inf)
+            speed = step_s(worker, ()) / step_s(worker, (always,))
+        found.append(replace(one, rank=worker, speed=speed))
+    return tuple(found)
+
+
+def _check_reached(disturbances: Sequence[Disturbance], end_s: float, num_steps: int) -> None:
+    """Refuse what comes after all that is simulated: it would be told to have no effect."""
+    for one in disturbances:
+        if one.start_s >= end_s:
+            raise ConfigError(
+                f"a disturbance that begins at {one.start_s:g} s comes after the {num_steps} steps "
+                f"that are simulated, which end at {end_s:g} s: let it begin earlier"
+            )
 
 
 def _simulated(method: str, overlap: bool) -> str:

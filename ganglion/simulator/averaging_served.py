@@ -79,7 +79,8 @@ class RoundRobin:
     def _turn(self, now_s: float, worker: int, step: int) -> float:
         """Return when the host has updated the centre; the worker's update may take longer."""
         costs = self._costs
-        data_s, pass_s, moved_s = costs.data_s(), costs.pass_of(worker, step), 2 * self._weights_s
+        data_s, moved_s = costs.data_s(), 2 * self._weights_s
+        pass_s = costs.pass_of(worker, step, max(now_s, self._free_s[worker]) + data_s)
         # With one worker, its last update may not be over yet.
         late_s = max(0.0, self._free_s[worker] - now_s)
         exposed_s = max(0.0, late_s + pass_s - moved_s) if self._overlaps else late_s + pass_s
@@ -161,7 +162,7 @@ class Served:
             return
         self._num_left -= 1
         data_s = self._costs.data_s()
-        pass_s = self._costs.pass_of(worker, self._steps[worker])
+        pass_s = self._costs.pass_of(worker, self._steps[worker], now_s + data_s)
         self._ends_s[worker] = now_s + data_s + pass_s
         if worker == 0:
             self._books.spend(data_host_dev=data_s, fwd_bwd=pass_s)

@@ -52,9 +52,10 @@ class Synchronous:
         return self._books.close(name, num_workers, num_batches, max(self._free_s))
 
     def _step(self, step: int) -> None:
+        begins_s = [free_s + self._data_s for free_s in self._free_s]
         ends_s = [
-            free_s + self._data_s + self._costs.pass_of(worker, step)
-            for worker, free_s in enumerate(self._free_s)
+            begin_s + self._costs.pass_of(worker, step, begin_s)
+            for worker, begin_s in enumerate(begins_s)
         ]
         self._books.spend(
             data_host_dev=self._data_s, fwd_bwd=ends_s[0] - self._free_s[0] - self._data_s

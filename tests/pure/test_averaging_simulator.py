@@ -35,7 +35,7 @@ from ganglion.simulator.averaging_costs import (
     tree_s,
     two_level_s,
 )
-from ganglion.simulator.averaging_plan import average_plan
+from ganglion.simulator.averaging_plan import average_plan, worker_disturbances
 from ganglion.simulator.averaging_result import (
     EXCHANGE,
     GATHER,
@@ -46,6 +46,7 @@ from ganglion.simulator.averaging_result import (
     WRITE,
     AveragingSimulation,
 )
+from ganglion.simulator.disturbance import Disturbance
 
 LINK = MessagePrice(message_s=0.01, byte_s=1e-4)
 BYTES = (100, 20, 30)
@@ -385,13 +386,28 @@ MEGABYTE = 1_000_000
 INTRA_S, INTER_S = 1.0, 2.0  # of a megabyte: 8e-3 gigabits a second are 1e6 bytes
 
 
-def figures(plan: Plan, *, tau: int = 1, overlap: bool = True, jitter: float = 0.0) -> Any:
+def figures(
+    plan: Plan,
+    *disturbances: Disturbance,
+    tau: int = 1,
+    overlap: bool = True,
+    jitter: float = 0.0,
+    update_s: float = 0.0,
+) -> Any:
     times = [
-        StageTimes(forward_s=0.0, backward_s=0.0, gradient_bytes=MEGABYTE, jitter=jitter)
+        StageTimes(
+            forward_s=0.0,
+            backward_s=0.0,
+            update_s=update_s,
+            gradient_bytes=MEGABYTE,
+            jitter=jitter,
+        )
         for _ in range(plan.pipe)
     ]
     cluster = Cluster.from_toml(CLUSTER, "here")
-    return average_plan(plan, times, cluster, 10.0, tau=tau, overlap=overlap)
+    return average_plan(
+        plan, times, cluster, 10.0, tau=tau, overlap=overlap, disturbances=disturbances
+    )
 
 
 def test_a_synchronous_exchange_of_a_plan_is_a_ring() -> None:
@@ -451,3 +467,77 @@ def test_jitter_costs_synchronous_workers_more_than_others() -> None:
     together = figures(Plan(data=4, averaging="sync_easgd"), jitter=0.2)
     apart = figures(Plan(data=4, averaging="async_easgd", servers=1), tau=4, jitter=0.2)
     assert together.exposed_share > apart.exposed_share
+
+
+# --- slow workers and pauses ----------------------------------------------------------------------
+
+FOUR_TOGETHER = Plan(data=4, averaging="sync_easgd")
+FOUR_APART = Plan(data=4, averaging="async_easgd", servers=1)
+
+
+@pytest.mark.parametrize("update_s", [0.0, 2.0])
+def test_a_slow_worker_slows_synchronous_ones_by_its_factor(update_s: float) -> None:
+    slow = Disturbance(rank=2, speed=1 / 3)
+    shown = figures(FOUR_TOGETHER, slow, update_s=update_s)
+    assert shown.step_s == pytest.approx(30.0)
+    assert shown.disturbed_s == pytest.approx(20.0)
+    assert shown.exposed_s == figures(FOUR_TOGETHER, update_s=update_s).exposed_s
+    assert shown.worker_step_s == 10.0
+
+
+def test_a_slow_worker_costs_others_that_do_not_wait_only_its_own_share() -> None:
+    """Three at full speed and one at a third do 10/3 of a step in the time of one."""
+    slow = Disturbance(rank=2, speed=1 / 3)
+    shown = figures(FOUR_APART, slow, tau=4)
+    assert shown.step_s == pytest.approx(10.0 * 4 / (3 + 1 / 3), rel=0.05)
+    assert figures(FOUR_APART, tau=4).disturbed_s == 0.0
+
+
+def test_a_slow_worker_makes_the_others_miss_less_and_is_late_itself() -> None:
+    slow = Disturbance(rank=2, speed=0.1)
+    usual, slowed = figures(FOUR_APART, tau=2), figures(FOUR_APART, slow, tau=2)
+    assert slowed.mean_staleness != usual.mean_staleness
+
+
+def test_a_pause_stops_synchronous_workers_once_and_others_hardly() -> None:
+    pause = Disturbance(rank=1, speed=0.0, start_s=25.0, end_s=65.0)
+    shown = figures(FOUR_TOGETHER, pause, tau=2)
+    assert shown.num_steps == 40
+    assert shown.disturbed_s * shown.num_steps == pytest.approx(40.0)
+    apart = figures(FOUR_APART, pause, tau=2)
+    assert 0 < apart.disturbed_s * apart.num_steps <= 40.0 / 4 + 10.0
+
+
+def test_a_factor_for_a_while_counts_for_that_while() -> None:
+    """Ten seconds at half speed do the work of five."""
+    slow = Disturbance(rank=0, speed=0.5, start_s=12.0, end_s=22.0)
+    shown = figures(FOUR_TOGETHER, slow)
+    assert shown.disturbed_s * shown.num_steps == pytest.approx(5.0)
+
+
+def test_original_easgd_waits_for_the_worker_whose_turn_it_is() -> None:
+    costs = AveragingCosts(pass_s=1.0, disturbances=(Disturbance(rank=1, speed=0.5),))
+    usual = AveragingCosts(pass_s=1.0)
+    total_s = [
+        simulate_averaging("original_easgd", one, num_workers=2, num_batches=8).total_s
+        for one in (usual, costs)
+    ]
+    assert total_s == [8.0, 12.0]
+
+
+def test_a_slow_stage_delays_its_worker_as_far_as_a_step_shows() -> None:
+    def step_s(worker: int, disturbances: tuple[Disturbance, ...]) -> float:
+        assert all(one.rank == 3 and one.start_s == 0 for one in disturbances)
+        return 15.0 if disturbances else 10.0
+
+    slow = Disturbance(rank=3, speed=0.5, start_s=4.0, end_s=9.0)
+    pause = Disturbance(rank=3, speed=0.0, start_s=1.0, end_s=2.0)
+    found = worker_disturbances((slow, pause), 2, step_s)
+    assert [(one.rank, one.start_s, one.end_s) for one in found] == [(1, 4.0, 9.0), (1, 1.0, 2.0)]
+    assert [one.speed for one in found] == pytest.approx([2 / 3, 0.0])
+
+
+def test_what_begins_after_all_is_over_is_refused() -> None:
+    late = Disturbance(rank=1, speed=0.0, start_s=1e6, end_s=2e6)
+    with pytest.raises(ConfigError, match="begins at 1e\\+06 s comes after the 20 steps"):
+        figures(FOUR_TOGETHER, late)

@@ -274,9 +274,16 @@ def test_simulate_tells_what_averaging_costs(tmp_path: Path) -> None:
         "simulate", "run.toml", "--cluster", "perlmutter", "--nproc", "9", cwd=tmp_path
     ).stdout
     assert "async_sgd, 2 workers, 1 server: an exchange of" in text
-    refused = ganglion(
-        *("simulate", "run.toml", "--cluster", "perlmutter", "--nproc", "9", "--slow", "1:2"),
-        cwd=tmp_path,
-        code=2,
+    slow = ("--cluster", "perlmutter", "--nproc", "9", "--slow", "1:2")
+    shown = ganglion("simulate", "run.toml", *slow, "--json", cwd=tmp_path)
+    slowed = json.loads(shown.stdout)["averaging"]
+    usual = found["async_sgd"]["averaging"]
+    assert slowed["worker_step_s"] == usual["worker_step_s"]
+    assert slowed["step_s"] == pytest.approx(usual["step_s"] + slowed["disturbed_s"])
+    assert 0 < slowed["disturbed_s"] < usual["worker_step_s"]
+    assert (
+        "slow workers and pauses add"
+        in ganglion("simulate", "run.toml", *slow, cwd=tmp_path).stdout
     )
-    assert "--slow is not simulated with averaging.method = 'async_sgd'" in refused.stderr
+    refused = ganglion("simulate", "run.toml", *slow[:-1], "8:2", cwd=tmp_path, code=2)
+    assert "rank 8 is none of the plan's ranks 0 to 7" in refused.stderr
