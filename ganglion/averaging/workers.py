@@ -83,10 +83,11 @@ def server_place(launch: Launch, servers: int) -> int | None:
             f"servers = {servers} of the {launch.num_ranks} processes that were started leave no "
             f"worker: start {servers} more than you want workers"
         )
-    if launch.launcher == "mpiexec":
+    if launch.launcher == "mpiexec" and not launch.master_port:
         raise ConfigError(
             f"servers = {servers} need a store to meet at, which mpiexec does not give: start the "
-            f"processes with torchrun or srun, or leave servers out"
+            f"processes with torchrun or srun, train a run file with `ganglion train`, which opens "
+            f"one, or leave servers out"
         )
     return launch.rank - num_workers if launch.rank >= num_workers else None
 

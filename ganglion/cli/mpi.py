@@ -229,14 +229,17 @@ def main() -> None:
 def _train(folder: Path, level: str, launch: Launch, *, resume: bool) -> None:
     from ganglion.cli.folder import read_folder
     from ganglion.cli.logs import log_to_screen
-    from ganglion.cli.worker import train_in_folder
+    from ganglion.cli.worker import meeting_place, train_in_folder
     from ganglion.comm.mpi_world import open_mpi_world
 
     log_to_screen(level, sys.stdout)
     file, plan = read_folder(folder, resumed=resume)
-    world = open_mpi_world(plan.mesh(), file.train.timeout_s)
-    # mpiexec passes on a request to stop, and may not be the only one to send it.
-    train_in_folder(folder, launch, resume=resume, world=world, end_on_second=False)
+    timeout_s = file.train.timeout_s
+    # With servers, only some processes make a world: they find out there.
+    world = None if plan.servers else open_mpi_world(plan.mesh(), timeout_s)
+    with meeting_place(launch, plan, timeout_s) as launch:
+        # mpiexec passes on a request to stop, and may not be the only one to send it.
+        train_in_folder(folder, launch, resume=resume, world=world, end_on_second=False)
 
 
 if __name__ == "__main__":

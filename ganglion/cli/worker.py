@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +96,23 @@ def _open_world(file: RunFile, plan: Plan, launch: Launch) -> World:
 def train_under_launcher(
     file: RunFile, plan: Plan, name: str, launch: Launch, options: TrainOptions
 ) -> int:
-    """Train as one of the processes that torchrun or srun started; rank 0 makes the folder."""
+    """Train as one of the processes that a launcher started; rank 0 makes the folder."""
+    with meeting_place(launch, plan, file.train.timeout_s) as launch:
+        return _train_launched(file, plan, name, launch, options)
+
+
+def meeting_place(launch: Launch, plan: Plan, timeout_s: float) -> AbstractContextManager[Launch]:
+    """Return the launch with a place where servers and workers meet, if a launcher gives none."""
+    if launch.launcher != "mpiexec" or not plan.servers:
+        return nullcontext(launch)
+    from ganglion.comm.mpi_world import meeting_point  # the extra `mpi` is needed only here
+
+    return meeting_point(launch, timeout_s)
+
+
+def _train_launched(
+    file: RunFile, plan: Plan, name: str, launch: Launch, options: TrainOptions
+) -> int:
     if serve_centers(plan, launch, file.train.timeout_s):
         return 0
     world = _open_world(file, plan, launch)

@@ -2,8 +2,10 @@
 
 MPI is loaded only here, when somebody asks for it: everything else works without it.
 
-    meeting = MpiMeeting(timeout_s)       # all processes of mpiexec
+    meeting = MpiMeeting(timeout_s)       # all processes of mpiexec, or the first of them
     world = meeting.world(mesh)           # their groups and transports
+
+Processes that serve are in no group: `meeting_point` tells all where a store is to be found.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import atexit
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # exported, but not in its types
-_ROLL_TAG, _GROUP_TAG, _TRANSPORT_TAG = 3, 32, 64
+_ROLL_TAG, _FIRST_TAG, _STORE_TAG, _GROUP_TAG, _TRANSPORT_TAG = 3, 4, 5, 32, 64
 _ADDRESS_BYTES = 512
 _SETTLE_S = 0.3  # after an abort, mpiexec throws away what it has not read yet
 
@@ -59,6 +63,22 @@ def mpi_launch() -> Launch:
         host.Free()
 
 
+@contextmanager
+def meeting_point(launch: Launch, timeout_s: float) -> Iterator[Launch]:
+    """Yield `launch` with the address of a store at rank 0; all processes of mpiexec enter.
+
+    The store is there as long as rank 0 is inside.
+    """
+    mpi = load_mpi()
+    everyone = mpi.COMM_WORLD
+    call_roll(everyone, range(everyone.Get_size()), _STORE_TAG, timeout_s)
+    store = _store_of_all(mpi, everyone, timeout_s)
+    try:
+        yield replace(launch, master_addr=store.host, master_port=store.port)
+    finally:
+        del store
+
+
 def load_mpi() -> Any:
     """Return mpi4py's MPI, initialized; LaunchError if it cannot be had."""
     try:
@@ -78,16 +98,20 @@ def load_mpi() -> Any:
 class MpiMeeting:
     """All processes that mpiexec started, and what this one needs to talk to the others."""
 
-    def __init__(self, timeout_s: float) -> None:
-        """Meet the others; PeerLost names those who do not come in time."""
+    def __init__(self, timeout_s: float, num_ranks: int | None = None) -> None:
+        """Meet the others, or the first `num_ranks`; PeerLost names those who do not come in time.
+
+        Those beyond have another task and do not call this.
+        """
         self._mpi = load_mpi()
         everyone = self._mpi.COMM_WORLD
         self.rank: int = everyone.Get_rank()
-        self.num_ranks: int = everyone.Get_size()
+        self.num_ranks: int = min(everyone.Get_size(), num_ranks or everyone.Get_size())
         self._timeout_s = timeout_s
         self._progress = Progress()
-        call_roll(everyone, range(self.num_ranks), _ROLL_TAG, timeout_s)
-        self._comm: MPI.Intracomm = everyone.Dup()
+        ranks = tuple(range(self.num_ranks))
+        call_roll(everyone, ranks, _ROLL_TAG, timeout_s)
+        self._comm: MPI.Intracomm = _first_of(everyone, ranks)
         _open_torch(self._mpi, self._comm, timeout_s)
         if self.num_ranks > 1:  # after torch, whose own hook prints only when ours has returned
             sys.excepthook = _AbortHook(self._mpi)
@@ -138,6 +162,19 @@ class MpiMeeting:
             whole.Free()
 
 
+def _first_of(everyone: MPI.Intracomm, ranks: tuple[int, ...]) -> MPI.Intracomm:
+    """Return a communicator of our own among these ranks, who have met."""
+    if len(ranks) == everyone.Get_size():
+        return everyone.Dup()
+    whole = everyone.Get_group()
+    part = whole.Incl(ranks)
+    try:
+        return everyone.Create_group(part, _FIRST_TAG)
+    finally:
+        part.Free()
+        whole.Free()
+
+
 def _number(axes: tuple[str, ...]) -> int:
     """Return a number of its own for each set of axes: ranks that ask for others never meet."""
     return sum(1 << AXES.index(axis) for axis in axes)
@@ -184,19 +221,8 @@ def _open_torch(mpi: Any, comm: MPI.Intracomm, timeout_s: float) -> None:
     if dist.is_initialized():
         return
     rank, size, timeout = comm.Get_rank(), comm.Get_size(), timedelta(seconds=timeout_s)
-    address = bytearray(_ADDRESS_BYTES)
-    store = None
     try:
-        if rank == 0:
-            host = _own_address(mpi, comm)
-            store = _TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
-            place = f"{host} {store.port}".encode()
-            address[: len(place)] = place
-        else:
-            _own_address(mpi, comm)
-        comm.Bcast([address, mpi.BYTE], 0)
-        host, port = address.rstrip(b"\0").decode().split()
-        store = store or _TCPStore(host, int(port), size, False, timeout)
+        store = _store_of_all(mpi, comm, timeout_s)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
@@ -205,6 +231,19 @@ def _open_torch(mpi: Any, comm: MPI.Intracomm, timeout_s: float) -> None:
             f"beside MPI: check that the hosts can reach each other by name ({error})"
         ) from error
     atexit.register(_close_torch)
+
+
+def _store_of_all(mpi: Any, comm: MPI.Intracomm, timeout_s: float) -> Any:
+    """Return a store that the first of `comm` opens, and all of it find."""
+    size, timeout = comm.Get_size(), timedelta(seconds=timeout_s)
+    address, host, store = bytearray(_ADDRESS_BYTES), _own_address(mpi, comm), None
+    if comm.Get_rank() == 0:
+        store = _TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+        place = f"{host} {store.port}".encode()
+        address[: len(place)] = place
+    comm.Bcast([address, mpi.BYTE], 0)
+    host, port = address.rstrip(b"\0").decode().split()
+    return store or _TCPStore(host, int(port), size, False, timeout)
 
 
 def _own_address(mpi: Any, comm: MPI.Intracomm) -> str:

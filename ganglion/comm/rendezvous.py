@@ -39,7 +39,8 @@ def open_world(
     if launch.launcher == "mpiexec":
         from ganglion.comm.mpi_world import MpiMeeting  # the extra `mpi` is needed only here
 
-        meeting = MpiMeeting(timeout_s)  # it opens torch.distributed, too
+        # It opens torch.distributed, too. Whoever meets alone has others beside the world.
+        meeting = MpiMeeting(timeout_s, launch.num_ranks if meets_alone else None)
         if transport in (AUTO, MPI):
             return meeting.world(mesh)
     elif transport == MPI and launch.num_ranks > 1:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
 
+from ganglion.averaging.workers import own_address
 from ganglion.comm import World
 from ganglion.config import GPTShape, ModelShape, RunFile, model_shape
 from ganglion.config.averaging_checks import given_rates
@@ -51,6 +52,7 @@ from ganglion.train.optimizers import optimizer_factory
 from ganglion.train.parallelize import parallelize
 from ganglion.train.peak import count_flops, machine_peak
 from ganglion.train.run import Run
+from ganglion.train.servers import store_of
 from ganglion.units import MIB
 
 SYNTHETIC_VOCAB_SIZE = 256
@@ -118,7 +120,9 @@ def build_job(
     loss_fn = loss_function(file.model.loss)
     flops = count_flops(blocks, loss_fn, *_samples(source.train, 1))
     sample = _samples(source.train, plan.microbatch_size) if plan.pipe > 1 else None
-    run = parallelize_file(file, plan, world, device, blocks, initial, loss_fn, sample, folder)
+    run = parallelize_file(
+        *(file, plan, world, device, blocks, initial, loss_fn, sample, folder), launch
+    )
     return Job(
         file=file,
         run=run,
@@ -178,10 +182,12 @@ def parallelize_file(
     loss_fn: LossFn,
     sample: Sample | None,
     folder: Path = Path(),
+    launch: Launch | None = None,
 ) -> Run:
     """Return the run of blocks under a plan, all else as a run file says.
 
-    What the disk tier needs goes into `folder`, unless the file names another.
+    What the disk tier needs goes into `folder`, unless the file names another. Servers are met as
+    `launch` says, or the environment.
     """
     recorder = Recorder(world.rank, enabled=file.trace.enabled)
     recorder.offset_s = world.clock_offset_s()
@@ -216,11 +222,21 @@ def parallelize_file(
         timeout_s=file.train.timeout_s,
         sample=sample,
         initial=initial,
-        averaging=_averaging(file.averaging),
+        averaging=_met(_averaging(file.averaging), plan, launch, file.train.timeout_s),
         keep_freed=file.memory.device_gib == 0,
         offload=OffloadSettings(folder=scratch, bucket_size=file.memory.bucket_size),
         activations=ActivationSettings(folder=scratch),
     )
+
+
+def _met(
+    settings: AveragingSettings, plan: Plan, launch: Launch | None, timeout_s: float
+) -> AveragingSettings:
+    """Return the settings with where servers are met, which a launch may know better than we."""
+    if launch is None or not plan.servers:
+        return settings
+    store = store_of(launch, plan, timeout_s)
+    return replace(settings, store=store, listen_on=own_address(launch))
 
 
 def _averaging(section: AveragingSection) -> AveragingSettings:

@@ -168,7 +168,9 @@ def _meet(launch: Launch, plan: Plan, timeout_s: float) -> World:
 def _reachable(
     settings: AveragingSettings, launch: Launch, plan: Plan, timeout_s: float
 ) -> AveragingSettings:
-    """Return the settings with where workers and servers find each other."""
+    """Return the settings with where workers and servers find each other, unless they know."""
+    if settings.store is not None:
+        return dataclasses.replace(settings, timeout_s=timeout_s)
     return dataclasses.replace(
         settings,
         store=store_of(launch, plan, timeout_s),

@@ -361,3 +361,23 @@ def test_an_error_of_one_rank_is_told_once(errands: Errands) -> None:
     assert errors.count("error: rank 1 failed: IsADirectoryError: ") == 1
     assert "error: rank 0" not in errors
     assert "logs of all ranks: run/logs" in errors
+
+
+def test_servers_of_a_centre_are_the_last_processes_of_mpiexec(tmp_path: Path) -> None:
+    """Started by the user's own mpiexec, and resumed by one of ours; workers talk over MPI."""
+    common = ["--output.dir", "run", "--train.steps"]
+    averaging = ["--averaging.method", "async_msgd", "--averaging.tau", "2"]
+    averaging += ["--averaging.servers", "1"]
+    train = [sys.executable, "-m", "ganglion", "train"]
+    ours = [require_mpiexec(), "-n", "3", *train, *TINY, *averaging, *common, "4"]
+    code, errors = finish(start(ours, tmp_path), tmp_path)
+    assert code == 0, errors
+    again = [*train, "--resume", *common, "8", "--transport", "mpi", "--nproc", "3"]
+    code, errors = finish(start(again, tmp_path), tmp_path)
+    assert code == 0, errors
+    records = metrics_of(tmp_path / "run")
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert (records[-1]["workers"], records[-1]["exchanges"]) == (2, 4)
+    assert "served part 0 of centre 0" in (tmp_path / "run/logs/rank2.log").read_text()
+    told = [(tmp_path / f"run/logs/rank{rank}.log").read_text() for rank in range(3)]
+    assert all(f"rank {rank} of 3, started by mpiexec" in text for rank, text in enumerate(told))
