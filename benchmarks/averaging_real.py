@@ -42,7 +42,7 @@ Turn = Callable[[], Figures]
 class DdpTask:
     """What a turn trains; each side has the rate of a grid that suits it best."""
 
-    steps: int = 4690  # 5 epochs
+    steps: int = 9380  # 10 epochs
     batch_size: int = 32
     lr: float = 0.03
     elastic_lr: float = 0.05
