@@ -44,7 +44,6 @@ class _Served:
             raise ConfigError(f"tau = {tau}: give the steps between two exchanges, 1 or more")
         self._packed, self._center = packed, center
         self._num_expected, self._tau = num_workers, tau
-        self._num_reckoned = num_workers  # workers, as was known when the last exchange began
         self._num_steps = self._num_exchanges = 0
         self._force_norm = self._distance = self._center_norm = 0.0
         self._motion = Motion()
@@ -64,7 +63,8 @@ class _Served:
         """Return what was seen so far."""
         center = self._center
         stale = 0 if self._is_atomic else max(center.staleness, default=0)
-        num_workers = max(self._num_reckoned, self._num_workers)  # who took part, or came since
+        # All that were asked for, also those that are done already, and who came beside them.
+        num_workers = max(self._num_expected, center.num_members)
         metrics = ExchangeMetrics(
             num_workers=num_workers,
             concurrency=min(num_workers, 1 + stale),
@@ -202,7 +202,6 @@ class _Elastic(_Served):
     def _ask(self) -> None:
         self._packed.check()
         lr, num_workers = self._lr(), self._num_workers
-        self._num_reckoned = num_workers
         self._alpha = self._rate.following_alpha(lr, num_workers, self._tau, ASYNC)
         self._send(self._packed.gather())
         self._is_asked, self._asked_at = True, self._num_steps
@@ -370,7 +369,6 @@ class ServedSgd(_Served):
 
     def _exchange(self) -> None:
         self._packed.check()
-        self._num_reckoned = self._num_workers
         worker = self._packed.gather().to("cpu")
         self._center.fill(torch.sub(worker, self._base, out=self._update))
         self._center.ask(PUSH, step=self._num_steps)
