@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -29,15 +30,22 @@ _SIGNS_OF_MISUSE = ("scalar type", "data type", "dtype")
 # Tags of the messages of a tree, far from those of anybody else; several may be under way.
 _TREE_TAG = 7_000_000
 _NUM_TREE_TAGS = 1 << 16
+_NEVER_TAG = _TREE_TAG + _NUM_TREE_TAGS  # nobody sends with it
 
 
 class TorchHandle:
     """A started torch.distributed work whose failure names what was awaited, and from whom."""
 
     def __init__(
-        self, work: dist.Work, what: str, ranks: tuple[int, ...], tensor: Tensor | None
+        self,
+        work: dist.Work,
+        what: str,
+        ranks: tuple[int, ...],
+        tensor: Tensor | None,
+        on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         """Wrap `work`; `what`, `ranks` and `tensor` go into the error message."""
+        self._on_loss = on_loss
         self._work = work
         self._what = what
         self._ranks = ranks
@@ -67,6 +75,7 @@ class TorchHandle:
             text = str(error).lower()
             if any(sign in text for sign in _SIGNS_OF_MISUSE):
                 raise _refused(self._what, self._ranks, self._tensor, error) from error
+            self._on_loss()
             raise _peer_lost(self._what, self._ranks, error) from error
         finally:
             self._was_awaited = True
@@ -184,7 +193,24 @@ class TorchGroup:
             work = call()
         except (RuntimeError, ValueError, TypeError) as error:
             raise _not_started(what, self.ranks, tensor, error) from error
-        return Done() if work is None else TorchHandle(work, what, self.ranks, tensor)
+        if work is None:
+            return Done()
+        return TorchHandle(work, what, self.ranks, tensor, self._hang_up)
+
+    def _hang_up(self) -> None:
+        """Break with all members: one may wait for what this one will never send.
+
+        Gloo breaks only with whom it lost, and keeps the others' connections until the group is
+        freed. It closes a connection on which a message does not come in time.
+        """
+        if dist.get_backend(self.process_group) != "gloo":
+            return
+        for rank in self.ranks:
+            if rank != self.ranks[self.index]:
+                with suppress(RuntimeError, ValueError):
+                    message = dist.irecv(torch.empty(1), rank, self.process_group, tag=_NEVER_TAG)
+                    if message is not None:
+                        message.wait(timedelta(milliseconds=1))
 
 
 class WorldGroup(TorchGroup):
