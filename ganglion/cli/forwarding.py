@@ -1,41 +1,66 @@
-"""Signals for workers: the first asks them to stop cleanly, the second ends them at once.
+"""Signals for ranks: the first asks them to stop cleanly, the second ends them at once.
 
-Workers live in sessions of their own, so the terminal's Ctrl-C does not reach them by itself.
+Ranks live in sessions of their own, so the terminal's Ctrl-C does not reach them by itself.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import psutil
 import typer
 
 _STOPPING = "\nstopping after this step, with a checkpoint (again: at once)"
+_LOOK_AGAIN_S = 0.1
+
+
+def child_processes() -> list[psutil.Process]:
+    """Return the processes that this one started."""
+    return psutil.Process().children()
 
 
 @contextmanager
-def forwarded_signals(message: str = _STOPPING) -> Iterator[list[int]]:
-    """Pass Ctrl-C and SIGTERM on to child processes; yield the list of what was received.
+def forwarded_signals(
+    message: str = _STOPPING, find: Callable[[], list[psutil.Process]] = child_processes
+) -> Iterator[list[int]]:
+    """Pass Ctrl-C and SIGTERM on to the processes of `find`; yield the list of signals received.
 
-    Nothing is raised inside the handler, where other people's code might swallow it: a signal that
-    comes before there is a child is in the list, for who starts the children to see.
+    Nothing is raised inside the handler, where other code might swallow it. A process that starts
+    after the signal gets it too.
     """
     received: list[int] = []
+    ended = threading.Event()
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
         again = len(received) > 1
         if not again:
             typer.echo(message, err=True)
-        for child in psutil.Process().children():
-            child.send_signal(signal.SIGKILL if again else signal.SIGINT)
+        passed_on = signal.SIGKILL if again else signal.SIGINT
+        arguments = (find, passed_on, ended)
+        threading.Thread(target=_pass_on, args=arguments, name="forwarding", daemon=True).start()
 
-    before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
+        ended.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _pass_on(
+    find: Callable[[], list[psutil.Process]], number: signal.Signals, ended: threading.Event
+) -> None:
+    """Send the signal once to each process, also to those that start later."""
+    signalled: set[psutil.Process] = set()
+    while not ended.is_set():
+        for process in set(find()) - signalled:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+            signalled.add(process)
+        ended.wait(_LOOK_AGAIN_S)

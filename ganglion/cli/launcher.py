@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import uuid
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ganglion.cli.rank_server import run_rank
 from ganglion.config.run_folder import LOGS
 
 FAILED = 1
@@ -61,14 +61,17 @@ def run_processes(
     log_level: str,
     received: list[int],
     *,
-    module: str = "ganglion.cli.worker",
+    module: str,
 ) -> int:
-    """Train in local processes; return 0, 1 after a failure, 128 + signal when interrupted."""
+    """Run `main` of `module` in local processes, which `start_rank_server(module)` has prepared.
+
+    Return 0, 1 after a failure, 128 + signal when interrupted.
+    """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    arguments = ["-m", module, str(folder), log_level, "resume" if resume else ""]
+    arguments = [module, str(folder), log_level, "resume" if resume else ""]
     logs = RankLogs(folder / LOGS, received)
     try:
-        elastic_launch(launch_config(num_processes, logs), sys.executable)(*arguments)
+        elastic_launch(launch_config(num_processes, logs), run_rank)(*arguments)
     except ChildFailedError as error:
         # After a second signal the workers are killed, and what they say of it is no failure.
         if not received or (len(received) == 1 and _told(error)):
@@ -92,14 +95,15 @@ def launch_config(num_processes: int, logs: LogsSpecs | None = None) -> LaunchCo
         max_restarts=0,
         monitor_interval=0.05,
         logs_specs=logs,
+        start_method="forkserver",
         # Ctrl-C is ours: the workers save a checkpoint and leave by themselves.
         signals_to_handle="SIGQUIT",
     )
 
 
 def show_failure(error: ChildFailedError, folder: Path) -> None:
-    """Print the first failure, with its rank: others are mostly its consequences."""
-    rank, failure = min(error.failures.items(), key=lambda item: _lateness(item[1]))
+    """Print the first failure, with its rank; ranks that only saw another fail end later."""
+    rank, failure = error.get_first_failure()
     message, trace = _read_failure(failure)
     typer.echo(f"\nerror: rank {rank} failed: {message}", err=True)
     if trace:
@@ -114,13 +118,6 @@ def _told(error: ChildFailedError) -> list[ProcessFailure]:
 
 def _message(failure: ProcessFailure) -> object:
     return failure.error_file_data.get("message", "")
-
-
-def _lateness(failure: ProcessFailure) -> tuple[bool, bool, int]:
-    """Order failures so that the cause comes first: others were told of it, or lost its rank."""
-    message, trace = _recorded(failure)
-    is_told = "PipelineError" in message and _CAUSE not in trace
-    return "PeerLost" in message, is_told, failure.timestamp
 
 
 def _read_failure(failure: ProcessFailure) -> tuple[str, str]:

@@ -1,19 +1,19 @@
-"""A worker must not outlive the process that started it, however that one died."""
+"""A rank must not outlive the process that launched it, however that one died."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
-import time
 
 
-def end_with_parent(poll_s: float = 0.5) -> None:
-    """Watch the parent from a thread and end this process when it is gone."""
-    parent = os.getppid()
+def end_with_parent() -> None:
+    """End this process when the one that launched it through multiprocessing is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this process was not launched through multiprocessing"
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(poll_s)
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()

@@ -31,8 +31,9 @@ class StopSignal:
             action()
 
     def __enter__(self) -> StopSignal:
-        """Take over the signals."""
+        """Take over the signals; those that had to wait for a handler arrive now."""
         self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return self
 
     def __exit__(self, *error: object) -> None:

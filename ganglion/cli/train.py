@@ -13,6 +13,7 @@ import typer
 from ganglion.cli.cache import cache_folder
 from ganglion.cli.folder import newest_run, prepare_folder
 from ganglion.cli.forwarding import forwarded_signals
+from ganglion.cli.rank_server import rank_processes, start_rank_server
 from ganglion.cli.summary import print_summary
 from ganglion.config import (
     Override,
@@ -41,6 +42,7 @@ _DECIDED_BY_PLAN = (
     "train.microbatch_size",
     "train.precision",
 )
+_RANK = "ganglion.cli.worker"
 _PLAN_FIELDS = {field.name for field in fields(Plan)}
 _NOT_IN_A_PLAN = (
     *(f"parallel.{key}" for key in ParallelSection.model_fields if key not in _PLAN_FIELDS),
@@ -94,21 +96,38 @@ def train_command(options: TrainOptions) -> int:
 
 
 def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
-    folder = prepare_folder(file, plan, _name(options), resume=options.resume)
     if plan.num_ranks == 1:
         from ganglion.cli.worker import train_in_folder
 
+        folder = prepare_folder(file, plan, _name(options), resume=options.resume)
         code = train_in_folder(folder, Launch(), resume=options.resume)
+    elif _wants_mpiexec(file, plan, Launch()):
+        folder, code = _train_under_mpiexec(options, file, plan)
     else:
-        with forwarded_signals() as received:  # before torch: importing it takes a while
-            if _wants_mpiexec(file, plan, Launch()):
-                from ganglion.cli.mpi import run_under_mpiexec as run_processes
-            else:
-                from ganglion.cli.launcher import run_processes
-            level = options.log_level
-            code = run_processes(folder, plan.num_ranks, options.resume, level, received)
+        folder, code = _train_in_processes(options, file, plan)
     print_summary(folder, code)
     return code
+
+
+def _train_under_mpiexec(options: TrainOptions, file: RunFile, plan: Plan) -> tuple[Path, int]:
+    from ganglion.cli.mpi import run_under_mpiexec
+
+    folder = prepare_folder(file, plan, _name(options), resume=options.resume)
+    with forwarded_signals() as received:
+        level = options.log_level
+        code = run_under_mpiexec(folder, plan.num_ranks, options.resume, level, received)
+    return folder, code
+
+
+def _train_in_processes(options: TrainOptions, file: RunFile, plan: Plan) -> tuple[Path, int]:
+    start_rank_server(_RANK)
+    folder = prepare_folder(file, plan, _name(options), resume=options.resume)
+    with forwarded_signals(find=rank_processes) as received:
+        from ganglion.cli.launcher import run_processes  # torch: importing it takes a while
+
+        level, resume = options.log_level, options.resume
+        code = run_processes(folder, plan.num_ranks, resume, level, received, module=_RANK)
+    return folder, code
 
 
 def warn_of_late_gradients(file: RunFile, plan: Plan) -> None:

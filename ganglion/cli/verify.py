@@ -18,6 +18,7 @@ import typer
 
 from ganglion.cli.folder import prepare_folder
 from ganglion.cli.forwarding import forwarded_signals
+from ganglion.cli.rank_server import rank_processes, start_rank_server
 from ganglion.cli.train import TrainOptions, make_plan, prepare_data, read_run_file
 from ganglion.config import RunFile
 from ganglion.errors import ConfigError
@@ -122,8 +123,9 @@ def _shortened(file: RunFile, steps: int) -> RunFile:
 
 
 def _train_both(file: RunFile, plans: dict[str, Plan], folder: Path, options: VerifyOptions) -> int:
-    with forwarded_signals(_STOPPING) as received:  # before torch: importing it takes a while
-        from ganglion.cli.launcher import run_processes
+    start_rank_server(_WORKER)
+    with forwarded_signals(_STOPPING, rank_processes) as received:
+        from ganglion.cli.launcher import run_processes  # torch: importing it takes a while
 
         for name, plan in plans.items():
             typer.echo(f"{options.steps} steps in fp64 on {_described(plan)}")

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ganglion.cli.cache import cache_folder
 from ganglion.cli.differences import Told
 from ganglion.cli.folder import read_folder
-from ganglion.cli.lifeline import end_with_parent
 from ganglion.cli.logs import log_to_file, log_to_screen
 from ganglion.cli.machine import usable_cores
+from ganglion.cli.rank_server import accept_signals
 from ganglion.comm import World, open_world
 from ganglion.config import RunFile
 from ganglion.config.run_folder import CHECKPOINTS, LOGS
@@ -26,7 +25,7 @@ from ganglion.topology import Launch, read_launch
 from ganglion.train.device import pick_device
 from ganglion.train.job import open_source, outline_blocks, parallelize_file
 
-logger = logging.getLogger("ganglion.cli.verify_worker")  # also when run as __main__
+logger = logging.getLogger(__name__)
 
 DTYPE = torch.float64
 
@@ -63,14 +62,8 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(DTYPE) if tensor.is_floating_point() else tensor
 
 
-@record
-def main() -> None:
-    """Train as a process that `ganglion verify` started: FOLDER LOG_LEVEL."""
-    folder, level = sys.argv[1:3]
-    end_with_parent()
-    log_to_screen(level, sys.stdout)
+def main(folder: str, log_level: str, _resume: str) -> None:
+    """Train as a process that `ganglion verify` started."""
+    accept_signals()
+    log_to_screen(log_level, sys.stdout)
     train_in_double(Path(folder), read_launch(os.environ))
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ganglion.checkpoint import latest_checkpoint
 from ganglion.cli.cache import cache_folder
 from ganglion.cli.folder import accept_resumed, prepare_folder, read_folder
-from ganglion.cli.lifeline import end_with_parent
 from ganglion.cli.logs import log_to_file, log_to_screen
 from ganglion.cli.machine import usable_cores
 from ganglion.cli.measured_memory import write_memory
@@ -36,14 +35,13 @@ from ganglion.train import (
     build_job,
     file_observers,
     train,
-    with_saved_cut,
 )
 from ganglion.train.servers import serve_centers, workers_of
 
 if TYPE_CHECKING:
     from ganglion.cli.train import TrainOptions
 
-logger = logging.getLogger("ganglion.cli.worker")  # also when run as __main__
+logger = logging.getLogger(__name__)
 
 _REFUSED = "refused: "
 
@@ -69,6 +67,8 @@ def train_in_folder(
             return stop.exit_code
         world = world or _open_world(file, plan, launch)
         if resume:
+            from ganglion.train.saved import with_saved_cut  # torch's checkpoint library is slow
+
             plan = with_saved_cut(plan, folder / CHECKPOINTS, world)
         job = build_job(file, plan, world, launch, folder, cache_folder())
         with job.run:
@@ -199,17 +199,10 @@ def _threads(launch: Launch) -> int:
     return max(1, usable_cores() // launch.local_num_ranks)
 
 
-@record
-def main() -> None:
-    """Train as a process that `ganglion train` started: FOLDER LOG_LEVEL RESUME."""
-    folder, level, resume = sys.argv[1:4]
-    end_with_parent()
-    log_to_screen(level, sys.stdout)
+def main(folder: str, log_level: str, resume: str) -> None:
+    """Train as a process that `ganglion train` started."""
+    log_to_screen(log_level, sys.stdout)
     launch = read_launch(os.environ)
     # The parent passes a request to stop on, and may not be the only one to send it (a service
     # manager signals every process): two signals are one request here. The parent ends us itself.
     train_in_folder(Path(folder), launch, resume=bool(resume), end_on_second=False)
-
-
-if __name__ == "__main__":
-    main()

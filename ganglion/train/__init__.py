@@ -7,7 +7,6 @@ from ganglion.train.memory_observer import MemoryObserver
 from ganglion.train.observers import file_observers
 from ganglion.train.parallelize import parallelize
 from ganglion.train.run import Run
-from ganglion.train.saved import with_saved_cut
 
 __all__ = [
     "Job",
@@ -20,5 +19,4 @@ __all__ = [
     "file_observers",
     "parallelize",
     "train",
-    "with_saved_cut",
 ]

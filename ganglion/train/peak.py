@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def machine_peak(
-    world: World, device: torch.device, precision: str, budget_s: float = 0.4
+    world: World, device: torch.device, precision: str, budget_s: float = 0.1
 ) -> float:
     """Return the operations per second of all ranks together, each multiplying at once."""
     is_half = precision != FP32 and device.type == "cuda"

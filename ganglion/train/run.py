@@ -24,7 +24,6 @@ from ganglion.topology import Placement
 from ganglion.trace import COMPUTE, HOST
 from ganglion.train.executor import Share, StepResult
 from ganglion.train.parts import RunParts
-from ganglion.train.saved import load_run, save_run
 from ganglion.train.saved_bytes import SavedBytes
 
 
@@ -127,11 +126,15 @@ class Run:
     ) -> Path:
         """Write a checkpoint below `folder` and keep the newest `keep`; called by all ranks."""
         self.drain()
+        from ganglion.train.saved import save_run  # torch's checkpoint library: slow to import
+
         with self.recorder.span(HOST, "checkpoint", step=self.step - 1):
             return save_run(Path(folder), self._parts, self.step, keep, extra or {})
 
     def load(self, folder: str | Path) -> bool:
         """Continue from the newest checkpoint below `folder`; return False if there is none."""
+        from ganglion.train.saved import load_run  # as in `save`
+
         step = load_run(Path(folder), self._parts)
         self.step = step or 0
         self._parts.executor.begin_at(self.step)

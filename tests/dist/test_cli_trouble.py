@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +10,32 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command import DEADLINE_S, TINY, alive, ganglion, metrics_of, start_ganglion
+from tests.command import (
+    DEADLINE_S,
+    TINY,
+    alive,
+    end_with_children,
+    ganglion,
+    metrics_of,
+    start_cold,
+    start_ganglion,
+)
+from tests.warm import WarmProcess
 
 TWO = ["train", *TINY, "--nproc", "2", "--output.dir", "run"]
 LONG = [*TWO, "--train.steps", "100000"]
 
 
-def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> list[int]:
-    """Wait until some steps are done; return the ids of the processes it started."""
+def wait_for_steps(process: WarmProcess, folder: Path, steps: int) -> list[int]:
+    """Wait until some steps are done; return the ids of its ranks."""
     end_s = time.monotonic() + DEADLINE_S
     path = folder / "metrics.jsonl"
     while not path.exists() or path.read_text().count("\n") < steps:
         assert time.monotonic() < end_s, "no step was finished in time"
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    return [child.pid for child in psutil.Process(process.pid).children()]
+    server = psutil.Process(process.pid).children()
+    return [rank.pid for each in server for rank in each.children()]
 
 
 def wait_until_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
@@ -36,17 +46,17 @@ def wait_until_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
 
 
 @pytest.fixture
-def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
+def long_run(tmp_path: Path) -> Iterator[tuple[WarmProcess, Path, list[int]]]:
     """A run of two processes that is under way; whatever is left of it is ended afterwards."""
     process = start_ganglion(*LONG, cwd=tmp_path)
     workers = wait_for_steps(process, tmp_path / "run", 3)
     yield process, tmp_path, workers
-    for pid in alive([process.pid, *workers]):
+    end_with_children(process)
+    for pid in alive(workers):
         psutil.Process(pid).kill()
-    process.communicate()
 
 
-LongRun = tuple[subprocess.Popen[str], Path, list[int]]
+LongRun = tuple[WarmProcess, Path, list[int]]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -93,7 +103,7 @@ def test_the_second_ctrl_c_stops_at_once(long_run: LongRun) -> None:
 
 
 def test_a_ctrl_c_before_the_first_worker_is_not_lost(tmp_path: Path) -> None:
-    process = start_ganglion(*LONG, cwd=tmp_path)
+    process = start_cold("-m", "ganglion", *LONG, cwd=tmp_path)
     while not (tmp_path / "run" / "plan.json").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -109,9 +119,12 @@ def test_a_ctrl_c_before_the_first_worker_is_not_lost(tmp_path: Path) -> None:
 
 def test_ctrl_c_with_one_process(tmp_path: Path) -> None:
     process = start_ganglion("train", *TINY, *LONG[len(TWO) - 2 :], cwd=tmp_path)
-    wait_for_steps(process, tmp_path / "run", 3)
-    process.send_signal(signal.SIGINT)
-    screen, errors = process.communicate(timeout=DEADLINE_S)
+    try:
+        wait_for_steps(process, tmp_path / "run", 3)
+        process.send_signal(signal.SIGINT)
+        screen, errors = process.communicate(timeout=DEADLINE_S)
+    finally:
+        end_with_children(process)
     assert process.returncode == 130, errors
     assert "checkpoint: run/checkpoints/step-" in screen
 

@@ -1,0 +1,101 @@
+"""A fork server for local ranks: torch is imported once for all of them, before they are needed.
+
+    ganglion train ----- starts ------> fork server: imports torch and the training code
+         |  imports torch elastic            |
+         `- elastic asks for N ranks ------> forks each of them, with everything imported
+
+The server has one thread and computes nothing, so that a fork of it is as good as a new process: it
+may set the number of its threads and use an accelerator. Requests to stop that arrive before a rank
+has a handler for them stay pending, because the server and its forks begin with them blocked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from multiprocessing import forkserver
+from typing import NoReturn
+
+import psutil
+
+from ganglion.cli.lifeline import end_with_parent
+from ganglion.errors import LaunchError, PeerLost, PipelineError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# torch imports the second one when the first optimizer is made.
+_PRELOADED = ("ganglion.cli.main", "torch._dynamo")
+_CAUSE_FIRST_S = 2.0
+
+
+def start_rank_server(module: str) -> None:
+    """Start the fork server, which imports `module`, without waiting for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        multiprocessing.set_forkserver_preload([module, *_PRELOADED])
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def rank_processes() -> list[psutil.Process]:
+    """Return the ranks that run now: the children of the fork server."""
+    helpers = psutil.Process().children()
+    return [rank for helper in helpers for rank in _children(helper)]
+
+
+def run_rank(module: str, *arguments: str) -> None:
+    """Run `main(*arguments)` of `module` as a rank, in a session of its own.
+
+    The terminal's Ctrl-C does not reach another session: the parent passes it on.
+    """
+    os.setsid()
+    end_with_parent()
+    try:
+        importlib.import_module(module).main(*arguments)
+    except SystemExit as error:
+        _fail(LaunchError(f"the rank called sys.exit({error.code!r})"))
+    except Exception as error:
+        _fail(error)
+    _end_at_once_on_signals()
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Leave the error for the launcher, which shows the first failure that it sees, and end."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if _is_consequence(error):
+        time.sleep(_CAUSE_FIRST_S)
+    get_error_handler().record_exception(error)
+    traceback.print_exception(error)
+    sys.exit(1)
+
+
+def accept_signals() -> None:
+    """Let a request to stop end this process, for a rank that has nothing to save."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _is_consequence(error: Exception) -> bool:
+    """Return whether another rank failed first: a lost peer, or a failure that one reported."""
+    reported = isinstance(error, PipelineError) and error.__cause__ is None
+    return reported or isinstance(error, PeerLost)
+
+
+def _end_at_once_on_signals() -> None:
+    """Take a late request to stop as done: this rank has finished and waits for the others."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: os._exit(0))
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.NoSuchProcess:
+        return []
