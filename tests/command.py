@@ -11,13 +11,24 @@ from typing import Any
 
 import psutil
 
+from tests.warm import WarmProcess
+
 DEADLINE_S = 100
 # A model and a data set small enough that starting the processes is all the time it takes.
 TINY = [
     *("--model.layers", "1", "--model.hidden", "16", "--model.heads", "2"),
     *("--data.kind", "synthetic", "--data.seq_len", "8"),
     *("--train.global_batch_size", "8", "--train.microbatch_size", "2"),
-    *("--output.tensorboard", "false", "--train.eval_every", "0", "--checkpoint.every", "0"),
+    *(
+        "--train.threads",
+        "1",
+        "--output.tensorboard",
+        "false",
+        "--train.eval_every",
+        "0",
+        "--checkpoint.every",
+        "0",
+    ),
 ]
 
 
@@ -37,7 +48,19 @@ def ganglion(
 def python(
     *arguments: str, cwd: Path, env: dict[str, str] | None = None, deadline_s: float = DEADLINE_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ...` and return what it printed and its exit code."""
+    """Run `python ...` as a warm process; return what it printed and its exit code."""
+    process = WarmProcess(arguments, cwd, env or environment())
+    try:
+        output, errors = process.communicate(deadline_s)
+    finally:
+        end_with_children(process)
+    return subprocess.CompletedProcess(arguments, process.wait(), output, errors)
+
+
+def cold(
+    *arguments: str, cwd: Path, env: dict[str, str] | None = None, deadline_s: float = DEADLINE_S
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ...` in an interpreter of its own, for tests of the start of a process."""
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -48,17 +71,29 @@ def python(
     )
 
 
-def start_ganglion(*arguments: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
-    """Start `ganglion ...` without waiting for it."""
+def start_cold(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    """Start `python ...` in an interpreter of its own, without waiting for it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "ganglion", *arguments],
+        [sys.executable, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
         env=environment(),
-        **options,
     )
+
+
+def start_ganglion(*arguments: str, cwd: Path) -> WarmProcess:
+    """Start `ganglion ...` without waiting for it."""
+    return WarmProcess(["-m", "ganglion", *arguments], cwd, environment())
+
+
+def end_with_children(process: WarmProcess) -> None:
+    """Kill a process that has not ended, and all that it started."""
+    if process.poll() is None:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.wait(10)
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

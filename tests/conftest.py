@@ -11,54 +11,81 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
-# Machines are shared and noisy: no test may fail because it was slow.
-settings.register_profile("ganglion", deadline=None)
-settings.load_profile("ganglion")
+from tests.leftovers import Leftovers, adopt_orphans, own_temporary_folder, segments
+from tests.profiles import load_profile
+
+load_profile()
 
 TIERS = ("pure", "single", "dist")
-RAN: Counter[str] = Counter()
+SLOWEST = 10
+SECONDS: Counter[str] = Counter()  # by test, with what was set up and torn down for it
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIXES = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")
-
-
-class _ForbidTorch:
-    """An import hook under which torch does not exist."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.split(".")[0] == "torch":
-            raise ModuleNotFoundError(f"{name} is forbidden: tests/pure must pass without torch")
+SEGMENTS_BEFORE = pytest.StashKey[set[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `--forbid-torch`, prove that the pure tier needs none."""
-    if config.getoption("--forbid-torch"):
-        sys.meta_path.insert(0, _ForbidTorch())  # type: ignore[arg-type]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forbid-torch", action="store_true", help="make importing torch an error")
+    """Remember which segments there are before all tests."""
+    config.stash[SEGMENTS_BEFORE] = segments()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Count what really ran, by tier; with several workers this is called in the main process."""
-    if report.when == "call":
-        RAN[Path(report.location[0]).parts[1]] += 1
+    """Add up the time of every test; with several workers this is called in the main process."""
+    SECONDS[report.nodeid] += report.duration
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a whole run that has lost a tier: green without running is worse than red."""
+    """Fail a whole run that has lost a tier, or that left segments of shared memory."""
+    if hasattr(session.config, "workerinput"):
+        return
     config = session.config
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    if whole and not hasattr(config, "workerinput") and not all(RAN[tier] for tier in TIERS):
+    if (whole and not all(_by_tier())) or _new_segments(config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many tests of each tier ran."""
-    shown = ", ".join(f"{tier} {RAN[tier]}" for tier in TIERS)
-    terminalreporter.write_line(f"tests run by tier: {shown}")
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print how many tests of each tier ran and how long they took, and the slowest."""
+    write = terminalreporter.write_line
+    for name in _new_segments(config):
+        write(f"FAILED: the tests left the segment {name} in shared memory")
+    for tier, seconds in zip(TIERS, _by_tier(), strict=True):
+        write(f"{tier:7} {len(seconds):5} tests {sum(seconds):7.1f} s of worker time")
+    for test, seconds_of_one in SECONDS.most_common(SLOWEST):
+        write(f"{seconds_of_one:7.1f} s  {test}")
+
+
+def _by_tier() -> list[list[float]]:
+    """Return the seconds of the tests of each tier."""
+    return [[s for test, s in SECONDS.items() if Path(test).parts[1] == tier] for tier in TIERS]
+
+
+def _new_segments(config: pytest.Config) -> list[str]:
+    return sorted(segments() - config.stash[SEGMENTS_BEFORE])
+
+
+@pytest.fixture(scope="session")
+def _leftovers(tmp_path_factory: pytest.TempPathFactory) -> Leftovers:
+    tmp_path_factory.getbasetemp()  # pytest's own folder is to be elsewhere
+    adopt_orphans()
+    return Leftovers(own_temporary_folder())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left(_leftovers: Leftovers) -> Iterator[None]:
+    """Fail if the tests of a module leave a process or a temporary file when all is torn down."""
+    _leftovers.begin()
+    yield
+    remaining = _leftovers.remaining()
+    assert not remaining, "left behind:\n" + "\n".join(remaining)
+
+
+@pytest.fixture(autouse=True)
+def _looked_after(_leftovers: Leftovers, request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    _leftovers.look(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -13,21 +12,20 @@ from typing import Any
 
 import torch
 
+from tests.warm import CONTEXT
+
 DEADLINE_S = 40.0
 
 
 class Crew:
     """The processes of one test, and what they return; all are gone when the test ends."""
 
-    def __init__(self, folder: Path, *preload: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._processes: dict[str, BaseProcess] = {}
-        self._context = multiprocessing.get_context("forkserver")
-        # Imported once for all; the last is what an optimizer imports with its first step.
-        self._context.set_forkserver_preload([*preload, "torch._dynamo"])
 
     def start(self, name: str, body: Callable[..., Any], *args: Any) -> None:
-        process = self._context.Process(target=_child, args=(self.folder, name, body, args))
+        process = CONTEXT.Process(target=_child, args=(self.folder, name, body, args))
         process.start()
         self._processes[name] = process
 

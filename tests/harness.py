@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes over Gloo, started once per world size and used by many tests.
+"""Real ranks for tests: warm processes over Gloo, fresh for every call.
 
     def body(world: World, scale: int) -> float: ...      # a module-level function
 
@@ -6,15 +6,14 @@
         results = ranks.run(2, body, 3)                    # one result per rank
 
 Rendezvous goes through a file, so tests never compete for a port. A body that overruns its
-deadline has all its ranks' stacks dumped into the error; the pool is then replaced. A child's
-traceback is raised in the parent, a child's skip is the test's skip.
+deadline has all its ranks' stacks dumped into the error. A child's traceback is raised in the
+parent, a child's skip is the test's skip.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm import CONTEXT
 
 DEADLINE_S = 60.0
 START_DEADLINE_S = 90.0
@@ -44,17 +45,16 @@ class _Reply:
 
 
 class RankPool:
-    """A fixed number of processes that run bodies one after the other."""
+    """A fixed number of processes that run bodies one after the other, until it is closed."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        context = multiprocessing.get_context("spawn")
         for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve, args=(rank, num_ranks, self._folder.name, theirs), daemon=True
             )
             process.start()
@@ -82,6 +82,8 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
         self._folder.cleanup()
 
     def _collect(self, deadline_s: float) -> list[_Reply]:
@@ -159,10 +161,7 @@ def _call(
 
 
 class Ranks:
-    """The pools of a test session, by world size."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
+    """What tests ask for ranks: every call gets processes of its own."""
 
     def run(
         self,
@@ -171,16 +170,9 @@ class Ranks:
         *args: Any,
         deadline_s: float = DEADLINE_S,
     ) -> list[Any]:
-        """Run `body(world, *args)` on `num_ranks` processes; a failed pool is not used again."""
-        if num_ranks not in self._pools:
-            self._pools[num_ranks] = RankPool(num_ranks)
+        """Run `body(world, *args)` on `num_ranks` processes; return the results by rank."""
+        pool = RankPool(num_ranks)
         try:
-            return self._pools[num_ranks].run(body, args, deadline_s)
-        except RankFailed:
-            self._pools.pop(num_ranks).close()
-            raise
-
-    def close(self) -> None:
-        for pool in self._pools.values():
+            return pool.run(body, args, deadline_s)
+        finally:
             pool.close()
-        self._pools.clear()

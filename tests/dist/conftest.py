@@ -1,8 +1,6 @@
-"""The processes that all distributed tests of a session share."""
+"""What distributed tests share."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,7 +8,5 @@ from tests.harness import Ranks
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    shared = Ranks()
-    yield shared
-    shared.close()
+def ranks() -> Ranks:
+    return Ranks()

@@ -60,14 +60,6 @@ class MpiPool(RankPool):
             raise RankFailed("the ranks of mpiexec did not come") from error
         return sorted(((*pipe.recv(), pipe) for pipe in pipes), key=lambda each: each[0])
 
-    def run(self, body: Callable[..., Any], args: tuple[Any, ...], deadline_s: float) -> list[Any]:
-        """Run `body(world, *args)` on every rank; a pool that failed cannot be used again."""
-        try:
-            return super().run(body, args, deadline_s)
-        except RankFailed:
-            self.close()
-            raise
-
     def end(self) -> tuple[int, str]:
         """Let the ranks end by themselves; return mpiexec's code and all that was printed."""
         for pipe in self._pipes:

@@ -39,7 +39,7 @@ from tests.dist.carrier_programs import (
 )
 from tests.dist.mpi_pool import MpiPool, meeting
 from tests.dist.test_comm_gloo import every_collective
-from tests.harness import RankFailed, Ranks
+from tests.harness import RankFailed, RankPool
 from tests.messages import make_tensor
 
 pytestmark = pytest.mark.timeout(240)
@@ -54,39 +54,36 @@ class Carriers:
     def __init__(self) -> None:
         has_mpi = importlib.util.find_spec("mpi4py") is not None
         self.names = (LOCAL, SHM, TORCH, *([MPI] if has_mpi else []))
-        self._ranks = Ranks()
-        self._mpi: MpiPool | None = None
+        self._pools: dict[str, RankPool] = {}
 
     def run(self, carrier: str, body: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `body(performer, *args)` on every rank."""
         if carrier == LOCAL:
             return run_threads(MESH, lambda world: on_thread(world, body, args))
-        sent = (carrier, body, args)
-        if carrier != MPI:
-            return self._ranks.run(NUM_RANKS, on_process, *sent, deadline_s=HANGS_AFTER_S)
-        self._mpi = self._mpi or MpiPool(NUM_RANKS, require_mpiexec())
+        kind = MPI if carrier == MPI else TORCH
+        if kind not in self._pools:
+            mpi = kind == MPI
+            self._pools[kind] = MpiPool(NUM_RANKS, require_mpiexec()) if mpi else RankPool(NUM_RANKS)
         try:
-            return self._mpi.run(on_process, sent, HANGS_AFTER_S)
+            return self._pools[kind].run(on_process, (carrier, body, args), HANGS_AFTER_S)
         except RankFailed:
-            self._mpi = None
+            self._pools.pop(kind).close()
             raise
 
     def end_mpi(self) -> tuple[int, str]:
         """Let the ranks of mpiexec go; return its code and all that they printed."""
         self.run(MPI, Performer.close)
-        ended, self._mpi = self._mpi, None  # what comes after starts others
-        assert ended is not None
+        ended = self._pools.pop(MPI)  # what comes after starts others
+        assert isinstance(ended, MpiPool)
         return ended.end()
 
     def close(self) -> None:
-        self._ranks.close()
-        if self._mpi is not None:
-            self._mpi.close()
+        for pool in self._pools.values():
+            pool.close()
 
 
 @pytest.fixture(scope="module")
 def carriers() -> Iterator[Carriers]:
-    """Not the processes of other tests: to those, what stays open here would look like a leak."""
     found = Carriers()
     yield found
     found.close()

@@ -41,7 +41,7 @@ SMALL, LARGE = 64, 2 << 20  # elements; the large do not fit the buffers of a so
 
 @pytest.fixture
 def crew(tmp_path: Path) -> Iterator[Crew]:
-    made = Crew(tmp_path, __name__)
+    made = Crew(tmp_path)
     yield made
     made.close()
 

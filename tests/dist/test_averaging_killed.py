@@ -33,7 +33,7 @@ LONG_S = 300.0
 
 @pytest.fixture
 def crew(tmp_path: Path) -> Iterator[Crew]:
-    made = Crew(tmp_path, __name__)
+    made = Crew(tmp_path)
     yield made
     made.close()
 

@@ -20,7 +20,7 @@ from tests.crew import DEADLINE_S, Crew, await_true
 
 @pytest.fixture
 def crew(tmp_path: Path) -> Iterator[Crew]:
-    made = Crew(tmp_path, __name__)
+    made = Crew(tmp_path)
     yield made
     made.close()
 

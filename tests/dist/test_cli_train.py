@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,14 +12,23 @@ import pytest
 
 from ganglion import Plan
 from ganglion.config import load_run_file, read_toml, resolve
-from tests.command import DEADLINE_S, TINY, environment, ganglion, metrics_of, python
+from tests.command import (
+    DEADLINE_S,
+    TINY,
+    cold,
+    environment,
+    ganglion,
+    metrics_of,
+    start_cold,
+)
+from tests.warm import WarmProcess
 
 METRICS = {"step", "loss", "grad_norm", "tokens_per_s", "step_s", "lr", "peak_bytes"}
 TWO = ["train", *TINY, "--nproc", "2"]
 
 
 TORCHRUN = [
-    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "torchrun"),
     *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "ganglion"),
 ]
 
@@ -110,7 +117,7 @@ def test_another_number_of_processes_sees_the_same_batches(
 
 def test_torchrun(whole_run: tuple[Path, str], tmp_path: Path) -> None:
     options = ["train", *TINY, "--train.steps", "8", "--output.dir", "run"]
-    result = python(*TORCHRUN[1:], *options, cwd=tmp_path)
+    result = cold(*TORCHRUN, *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert losses_of(tmp_path / "run") == losses_of(whole_run[0])
     assert result.stdout.count("run folder:") == 1
@@ -121,7 +128,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def slurm_task(rank: int, port: int, cwd: Path) -> subprocess.Popen[str]:
+def slurm_task(rank: int, port: int, cwd: Path) -> WarmProcess:
     """Start one task with the variables that srun sets."""
     variables = {
         "SLURM_PROCID": str(rank),
@@ -133,17 +140,8 @@ def slurm_task(rank: int, port: int, cwd: Path) -> subprocess.Popen[str]:
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "MASTER_PORT": str(port),
     }
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "ganglion", "train", *TINY, "--train.steps", "8"),
-            *("--train.timeout_s", "10", "--output.dir", "run"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-        env=environment(**variables),
-    )
+    options = [*TINY, "--train.steps", "8", "--train.timeout_s", "10", "--output.dir", "run"]
+    return WarmProcess(["-m", "ganglion", "train", *options], cwd, environment(**variables))
 
 
 def test_srun(whole_run: tuple[Path, str], tmp_path: Path) -> None:
@@ -191,14 +189,7 @@ def test_a_plan_file_is_followed_and_recorded(tmp_path: Path) -> None:
 
 def test_ctrl_c_under_torchrun_stops_cleanly(tmp_path: Path) -> None:
     options = ["train", *TINY, "--train.steps", "100000", "--output.dir", "run"]
-    process = subprocess.Popen(
-        [*TORCHRUN, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-    )
+    process = start_cold(*TORCHRUN, *options, cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     end_s = time.monotonic() + DEADLINE_S
     while not metrics.exists() or metrics.read_text().count("\n") < 2:

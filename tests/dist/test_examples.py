@@ -15,7 +15,9 @@ from tests.command import DEADLINE_S, environment
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "own_loop.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+RENDEZVOUS = [
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--log-dir", "torchrun"),
+]
 
 
 def run_example(cwd: Path, *arguments: str) -> str:

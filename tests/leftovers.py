@@ -1,0 +1,110 @@
+"""What tests must not leave behind: processes, temporary files, segments of shared memory.
+
+Each worker has a temporary folder of its own and adopts the orphans of its tests, so that whatever
+is left is known to be of one of them: of the one after which it was first seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+_PR_SET_CHILD_SUBREAPER = 36
+_GRACE_S = 10.0  # processes that were told to end may take a moment
+
+
+@dataclass
+class Leftovers:
+    """What was there before, and after which test each new thing was first seen."""
+
+    folder: Path
+    known: set[str] = field(default_factory=set)
+    seen_after: dict[str, str] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Take what is there now as given."""
+        self.known, self.seen_after = self._present(), {}
+
+    def look(self, test: str) -> None:
+        """Remember what is new after a test."""
+        for thing in self._present() - self.known:
+            self.seen_after.setdefault(thing, test)
+
+    def remaining(self) -> list[str]:
+        """Return what is still there when all had time to end, with the test that it came after."""
+        end_s = time.monotonic() + _GRACE_S
+        while self._present() - self.known and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return [
+            f"{thing}, first seen after {self.seen_after.get(thing, 'the last test')}"
+            for thing in sorted(self._present() - self.known)
+        ]
+
+    def _present(self) -> set[str]:
+        files = {f"file {path}" for path in self.folder.iterdir() if not _lives_on(path)}
+        return files | {f"process {_described(number)}" for number in _descendants()}
+
+
+def own_temporary_folder() -> Path:
+    """Let everything that this process and its children make be made below a folder of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets have at most 107 characters
+    # multiprocessing has a folder in it, which it removes at an exit priority of -100.
+    Finalize(None, shutil.rmtree, args=(folder,), exitpriority=-200)
+    os.environ["TMPDIR"] = str(folder)
+    tempfile.tempdir = None
+    return folder
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose own parent ends before them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def segments() -> set[str]:
+    """Return the names of all segments of shared memory on this machine."""
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
+
+
+def _lives_on(path: Path) -> bool:
+    """Return whether it serves the whole session: sockets of multiprocessing, caches of torch."""
+    return path.name.startswith(("pymp-", "torchinductor_"))
+
+
+def _descendants() -> list[int]:
+    """Return processes below this one but for the servers of multiprocessing, found quickly."""
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    mine = [number for number in _children(os.getpid()) if number not in (server, tracker)]
+    return mine if server is None else [*mine, *_children(server)]
+
+
+def _children(process: int) -> list[int]:
+    """Return the children of all threads of a process that have not ended."""
+    found: list[int] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        found += [int(number) for number in _text(path).split()]
+    return [number for number in found if _command(number)]
+
+
+def _command(process: int) -> str:
+    """Return the command line of a process; that of one which has ended is empty."""
+    return _text(Path(f"/proc/{process}/cmdline")).replace("\0", " ")
+
+
+def _described(process: int) -> str:
+    return f"{process} ({_command(process)[:150].strip()})"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,27 @@
+"""What the fork server of the tests imports once, for all the processes that it forks."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import warnings
+
+import numpy.testing  # noqa: F401  torch.testing imports it
+import pytest  # noqa: F401
+import torch._dynamo  # what an optimizer imports with its first step
+import torch.distributed.launcher.api
+import torch.testing
+import torch.utils.tensorboard
+
+import ganglion
+
+# Starting MPI is the business of a process under mpiexec.
+_LEFT_OUT = ("ganglion.__main__", "ganglion.comm.mpi", "ganglion.averaging.mpi")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for _module in pkgutil.walk_packages(ganglion.__path__, "ganglion."):
+        if not _module.name.startswith(_LEFT_OUT):
+            importlib.import_module(_module.name)
+
+torch.set_num_threads(1)
