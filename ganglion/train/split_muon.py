@@ -68,7 +68,10 @@ class SplitMatrices:
 
 
 def over_pieces(factory: OptimizerFactory, matrices: SplitMatrices) -> OptimizerFactory:
-    """Return the same factory, but Muon of split matrices puts them together."""
+    """Return the same factory, but Muon of split matrices puts them together.
+
+    Hooks that the factory registered are called around the steps of what it becomes.
+    """
 
     def build(named: NamedParameters) -> Sequence[Optimizer]:
         made = factory(named)
@@ -89,7 +92,11 @@ def _over_pieces(
         {**group, "params": [(names[id(p)], p) for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return Muon(groups, optimizer.defaults, matrices)
+    made = Muon(groups, optimizer.defaults, matrices)
+    # Shared, not copied: a handle that the factory got still removes its hook.
+    made._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    made._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+    return made
 
 
 class Muon(Optimizer):

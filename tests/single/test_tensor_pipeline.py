@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from ganglion import Plan
+from ganglion import Plan, parallelize
 from ganglion.comm import Faults, World, run_threads
+from ganglion.models import cross_entropy
 from ganglion.tensor import TensorSettings
 from ganglion.trace import Recorder
+from ganglion.train.optimizers import NamedParameters
 from tests.pipelines import FLUSHING, delayed, plan_for
 from tests.serial import TOLERANCE, History, assert_same_by_name
 from tests.tensors import SETTINGS, Held, whole
 from tests.training import (
+    MUON,
     Case,
     make_batches,
+    make_model,
     make_run,
     share_of,
     train_serial,
@@ -105,6 +112,34 @@ def test_stages_of_one_rank_sum_their_own_gradients() -> None:
         plan.mesh(), lambda world: _count_sums(world, plan, case)
     ):
         assert num_sums == num_weights * case.num_steps
+
+
+def test_hooks_on_muon_stay_when_its_matrices_are_split() -> None:
+    """Another optimizer takes the place of torch's: what a factory registered moves with it."""
+    case = Case(model="wide_gpt", optimizer="muon", num_steps=3)
+    plan = dataclasses.replace(plan_for(case, "one_f_one_b", 2, 1, 4), x=2)
+    for calls in run_threads(plan.mesh(), lambda world: _calls_of_hooks(world, plan, case)):
+        assert calls == ["before", "after"] * 2
+
+
+def _calls_of_hooks(world: World, plan: Plan, case: Case) -> list[str]:
+    """Train two steps with both kinds of hooks and a third without; return what was called."""
+    calls: list[str] = []
+    handles: list[RemovableHandle] = []
+
+    def factory(named: NamedParameters) -> Sequence[Optimizer]:
+        muon, rest = MUON(named)
+        handles.append(muon.register_step_pre_hook(lambda *_: calls.append("before")))
+        handles.append(muon.register_step_post_hook(lambda *_: calls.append("after")))
+        return [muon, rest]
+
+    run = parallelize(make_model(case), cross_entropy, factory, plan, world=world)
+    *first, last = (share_of(batch, world, plan) for batch in make_batches(case))
+    list(run.steps(first))
+    for handle in handles:
+        handle.remove()
+    list(run.steps([last]))
+    return calls
 
 
 def test_a_run_tells_what_was_split() -> None:
