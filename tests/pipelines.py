@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
 
-import pytest
 import torch
+from torch import Tensor, nn
 
 from ganglion import Plan
 from ganglion.comm import Faults, World, run_threads
 from ganglion.models import cross_entropy
-from tests.serial import (
-    TOLERANCE,
-    History,
-    assert_same_by_name,
-    copies,
-    load_weights,
-    train_delayed,
-)
+from tests.serial import History, assert_same_history, copies, load_weights, train_delayed
 from tests.simulated import run as simulated
 from tests.training import (
     FACTORIES,
     OPTIMIZERS,
     Case,
+    in_one_process,
     make_batches,
     make_model,
     train_parallel,
+    train_serial,
     train_split_at_once,
 )
 
@@ -46,30 +44,49 @@ def plan_for(case: Case, schedule: str, pipe: int, data: int, m: int, **more: ob
 
 
 def merged(histories: list[History], plan: Plan) -> History:
-    """Join what the ranks of a pipeline hold; tied weights must agree where several hold them."""
+    """Join what the ranks of a pipeline hold and the gradients they saw.
+
+    Tied weights and their gradients must agree, to the last bit, where several ranks hold them.
+    """
     whole = dataclasses.replace(histories[0], gradients=[], weights={})
+    whole.gradients = [{} for _ in range(max(len(history.gradients) for history in histories))]
     for history in histories:
         assert history.losses == histories[0].losses
         assert history.norms == histories[0].norms
-        for name, tensor in history.weights.items():
-            if name in whole.weights:
-                assert torch.equal(whole.weights[name], tensor), f"{name} drifts apart"
-            whole.weights[name] = tensor
+        _join(whole.weights, history.weights, "")
+        for step, gradients in enumerate(history.gradients):
+            _join(whole.gradients[step], gradients, f"step {step}, gradient of ")
     return whole
+
+
+def _join(found: dict[str, Tensor], more: Mapping[str, Tensor], what: str) -> None:
+    for name, tensor in more.items():
+        assert torch.equal(found.setdefault(name, tensor), tensor), f"{what}{name} drifts apart"
 
 
 def assert_equals(plan: Plan, case: Case, expected: History, faults: Faults | None = None) -> None:
     histories = run_threads(
         plan.mesh(), lambda world: train_parallel(world, plan, case), faults=faults
     )
-    found = merged(histories, plan)
-    relative = TOLERANCE[case.dtype][0]
-    assert found.losses == pytest.approx(expected.losses, rel=relative)
-    assert found.norms == pytest.approx(expected.norms, rel=relative)
-    assert_same_by_name(found.weights, expected.weights)
+    with told(faults):
+        assert_same_history(merged(histories, plan), expected, case.dtype)
+
+
+def serial_of(plan: Plan, case: Case) -> History:
+    """Return what one process does, with the delays of the schedule written out if it has any."""
+    if plan.schedule == "stash":
+        (boundary,) = plan.stage_boundaries
+        return stashed(case, plan.pipe, plan.num_microbatches, boundary, plan.num_shares)
+    return delayed(case) if plan.schedule == "two_bw" else train_serial(case)
 
 
 def delayed(case: Case) -> History:
+    """Return what a serial loop with the delay of two_bw does; remembered: leave it as it is."""
+    return _delayed(in_one_process(case))
+
+
+@lru_cache(maxsize=32)
+def _delayed(case: Case) -> History:
     return train_delayed(
         make_model(case),
         cross_entropy,
@@ -85,22 +102,38 @@ def train_at_once(world: World, plan: Plan, case: Case) -> History:
     return train_split_at_once(world, plan, case).history
 
 
-def assert_equals_delayed(plan: Plan, case: Case, faults: Faults | None = None) -> None:
-    expected = delayed(case)
+def assert_equals_at_once(
+    plan: Plan, case: Case, expected: History, faults: Faults | None = None
+) -> History:
+    """Train all batches in one go and compare with `expected`; return what happened."""
     histories = run_threads(
         plan.mesh(), lambda world: train_at_once(world, plan, case), faults=faults
     )
     found = merged(histories, plan)
-    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE[case.dtype][0])
-    assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE[case.dtype][0])
-    assert_same_by_name(found.weights, expected.weights)
+    with told(faults):
+        assert_same_history(found, expected, case.dtype)
+    return found
 
 
-def stashed(case: Case, pipe: int, m: int, boundary: int) -> History:
+@contextmanager
+def told(faults: Faults | None) -> Iterator[None]:
+    """Say with a comparison that fails which faults there were, to repeat them."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(str(faults))
+        raise
+
+
+def assert_equals_delayed(plan: Plan, case: Case, faults: Faults | None = None) -> None:
+    assert_equals_at_once(plan, case, delayed(case), faults)
+
+
+def stashed(case: Case, pipe: int, m: int, boundary: int, num_shares: int = 1) -> History:
     """Weight stashing written out: every stage runs a microbatch with the version it began with.
 
     Which version that is comes from a simulation of the schedule; a stage is updated after its own
-    batch, with the gradients that its own versions gave.
+    batch, with the gradients that its own versions gave. Replicas do the same at the same time.
     """
     model = make_model(case)
     named = dict(model.named_parameters())
@@ -117,20 +150,27 @@ def stashed(case: Case, pipe: int, m: int, boundary: int) -> History:
     for batch, (inputs, targets) in enumerate(make_batches(case)):
         optimizer.zero_grad()
         losses = []
-        pairs = zip(inputs.chunk(m), targets.chunk(m), strict=True)
-        for number, (part, target) in enumerate(pairs, start=batch * m):
+        parts = (_microbatches(each, m, num_shares) for each in (inputs, targets))
+        for number, (part, target) in enumerate(zip(*parts, strict=True), start=batch * m):
             chosen = {n: versions[s][used[s, number]][n] for n, s in stage_of.items()}
             load_weights(named, chosen)
             loss = cross_entropy(model(part), target)
             (loss / m).backward()
             losses.append(loss.item())
         history.losses.append(sum(losses) / m)
+        history.norms.append(nn.utils.clip_grad_norm_(named.values(), float("inf")).item())
+        history.gradients.append(copies({n: p.grad for n, p in named.items()}))
         load_weights(named, {n: versions[s][-1][n] for n, s in stage_of.items()})
         optimizer.step()
         for stage in range(pipe):
             versions[stage].append(copies(named))
     history.weights = copies(named)
     return history
+
+
+def _microbatches(samples: Tensor, m: int, num_shares: int) -> Tensor:
+    """Cut a global batch into m parts, each with the microbatch of that number of all shares."""
+    return samples.unflatten(0, (num_shares, m, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _block_number(parameter: str, blocks: list[str]) -> int:

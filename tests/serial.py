@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -80,6 +81,7 @@ def train_delayed(
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
         history.losses.append(loss.item())
         history.norms.append(norm.item())
+        history.gradients.append(copies({n: p.grad for n, p in named.items()}))
         load_weights(named, versions[-1])
         for optimizer in optimizers:
             optimizer.step()
@@ -105,13 +107,21 @@ def copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def assert_same_by_name(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, exactly: bool = False
+    actual: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    *,
+    exactly: bool = False,
+    what: str = "",
 ) -> None:
-    """Compare every tensor under its name; `exactly` means to the last bit."""
-    assert set(actual) == set(expected)
+    """Compare every tensor under its name; `exactly` means to the last bit.
+
+    `what` says in an error what the tensors are.
+    """
+    strange = sorted(set(actual) ^ set(expected))
+    assert not strange, f"{what}{', '.join(strange)} only on one side"
     for name, wanted in expected.items():
         if exactly:
-            assert torch.equal(actual[name], wanted), f"{name} differs"
+            assert torch.equal(actual[name], wanted), f"{what}{name} differs"
         else:
             relative, absolute = TOLERANCE[wanted.dtype]
             torch.testing.assert_close(
@@ -119,5 +129,26 @@ def assert_same_by_name(
                 wanted,
                 rtol=relative,
                 atol=absolute,
-                msg=lambda text, name=name: f"{name}: {text}",
+                msg=lambda text, name=name: f"{what}{name}: {text}",
             )
+
+
+def assert_same_gradients(
+    actual: Sequence[Mapping[str, Tensor]],
+    expected: Sequence[Mapping[str, Tensor]],
+    *,
+    exactly: bool = False,
+) -> None:
+    """Compare the gradient of every parameter at every step."""
+    assert len(actual) == len(expected) > 0, f"{len(actual)} steps, not {len(expected)}"
+    for step, (found, wanted) in enumerate(zip(actual, expected, strict=True)):
+        assert_same_by_name(found, wanted, exactly=exactly, what=f"step {step}, gradient of ")
+
+
+def assert_same_history(found: History, expected: History, dtype: torch.dtype) -> None:
+    """Compare every gradient of every step and every weight by name; losses and norms."""
+    relative = TOLERANCE[dtype][0]
+    assert_same_gradients(found.gradients, expected.gradients)
+    assert found.losses == pytest.approx(expected.losses, rel=relative), "losses"
+    assert found.norms == pytest.approx(expected.norms, rel=relative), "norms"
+    assert_same_by_name(found.weights, expected.weights)

@@ -21,7 +21,15 @@ from ganglion.topology import Coordinates, Mesh, ModelCuts, Placement
 from ganglion.train import Run, random_stream
 from ganglion.train.random_stream import RandomStream
 from ganglion.train.replica import autocast
-from tests.serial import TOLERANCE, Batch, History, LossFn, assert_same_by_name, copies
+from tests.serial import (
+    TOLERANCE,
+    Batch,
+    History,
+    LossFn,
+    assert_same_by_name,
+    assert_same_gradients,
+    copies,
+)
 
 # Every width divides by 8, so that any factorization of 8 ranks fits.
 _GPT = GPTShape(
@@ -89,7 +97,13 @@ def whole(held: Sequence[Held], tensors: Sequence[Mapping[str, Tensor]]) -> dict
             for box in placement.boxes(rank.mesh, rank.coordinates):
                 at, here = box.in_whole, box.in_piece
                 before = known[at]
-                torch.testing.assert_close(target[at][before], piece[here][before], rtol=0, atol=0)
+                torch.testing.assert_close(
+                    target[at][before],
+                    piece[here][before],
+                    rtol=0,
+                    atol=0,
+                    msg=lambda text, name=name: f"{name} drifts apart: {text}",
+                )
                 target[at], known[at] = piece[here], True
     for name, known in filled.items():
         assert bool(known.all()), f"nobody holds all of {name}"
@@ -222,14 +236,13 @@ def assert_equals_twin(plan: Plan, task: Task) -> list[Held]:
 
 
 def assert_same_histories(held: Sequence[Held], wanted: History, dtype: torch.dtype) -> None:
-    """Compare losses and norms of every rank, then gradients and weights put together by name."""
+    """Compare gradients and weights put together by name; losses and norms of every rank."""
     relative, absolute = TOLERANCE[dtype]
+    steps = zip(*(rank.history.gradients for rank in held), strict=True)
+    assert_same_gradients([whole(held, step) for step in steps], wanted.gradients)
     for rank in held:
         assert rank.history.losses == pytest.approx(wanted.losses, rel=relative, abs=absolute)
         assert rank.history.norms == pytest.approx(wanted.norms, rel=relative, abs=absolute)
-    for step, gradients in enumerate(wanted.gradients):
-        found = whole(held, [rank.history.gradients[step] for rank in held])
-        assert_same_by_name(found, gradients)
     weights = whole(held, [rank.history.weights for rank in held])
     counts = {name: t for name, t in wanted.weights.items() if not t.is_floating_point()}
     assert_same_by_name({name: weights.pop(name) for name in counts}, counts, exactly=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ganglion import Plan, parallelize
 from ganglion.comm import World
@@ -20,8 +21,8 @@ from ganglion.train import Run
 from ganglion.train.averaged import AveragingSettings
 from ganglion.train.offloaded import OffloadSettings
 from ganglion.train.offloaded_activations import ActivationSettings
-from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
-from tests.serial import Batch, History, copies, train_serially
+from ganglion.train.optimizers import NamedParameters, OptimizerFactory, optimizer_factory
+from tests.serial import Batch, History, assert_same_gradients, copies, train_serially
 from tests.tensors import WIDE, Held
 
 SHAPES: dict[str, ModelShape] = {
@@ -115,13 +116,53 @@ def share_of(batch: Batch, world: World, plan: Plan) -> Batch:
     return batch[0][part], batch[1][part]
 
 
+class Watch:
+    """An optimizer factory that takes down each gradient its optimizers get, by name and step.
+
+    They are seen where they count: reduced, clipped and handed over, whether or not the pipeline
+    ever flushes. Of an optimizer with offloaded state nothing is seen, as it steps over pieces.
+    """
+
+    def __init__(self, factory: OptimizerFactory) -> None:
+        self._factory = factory
+        self._names: dict[nn.Parameter, str] = {}
+        self._seen: dict[str, list[Tensor]] = {}
+
+    def __call__(self, named: NamedParameters) -> list[Optimizer]:
+        made = self._factory(named)
+        optimizers = [made] if isinstance(made, Optimizer) else list(made)
+        self._names |= {parameter: name for name, parameter in named}
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._take_down)
+        return optimizers
+
+    def gradients(self) -> list[dict[str, Tensor]]:
+        """Return the gradients of every step."""
+        counts = {name: len(seen) for name, seen in self._seen.items()}
+        assert len({*counts.values()}) <= 1, f"not all have stepped as often: {counts}"
+        steps = zip(*self._seen.values(), strict=True)
+        return [dict(zip(self._seen, step, strict=True)) for step in steps]
+
+    def _take_down(self, optimizer: Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._names and parameter.grad is not None:
+                    seen = self._seen.setdefault(self._names[parameter], [])
+                    seen.append(parameter.grad.detach().clone())
+
+
 def make_run(
-    world: World, plan: Plan, case: Case, seed: int = 1, recorder: Recorder | None = None
+    world: World,
+    plan: Plan,
+    case: Case,
+    seed: int = 1,
+    recorder: Recorder | None = None,
+    watch: Watch | None = None,
 ) -> Run:
     return parallelize(
         make_model(case, seed),
         cross_entropy,
-        FACTORIES[case.optimizer],
+        watch or FACTORIES[case.optimizer],
         plan,
         max_grad_norm=case.max_grad_norm,
         error_feedback=case.error_feedback,
@@ -143,29 +184,54 @@ def train_parallel(world: World, plan: Plan, case: Case) -> History:
 
 def train_split(world: World, plan: Plan, case: Case) -> Held:
     """Train under `plan` and return what this rank holds, with where it belongs."""
-    run = make_run(world, plan, case)
-    history = History()
+    watch, history = Watch(FACTORIES[case.optimizer]), History()
+    run = make_run(world, plan, case, watch=watch)
     for batch in make_batches(case):
         for result in run.steps([share_of(batch, world, plan)]):
             history.losses.append(result.loss)
             history.norms.append(result.grad_norm)
         history.gradients.append(copies(run.gradients()))
+    if plan.offload == "none":
+        assert_same_gradients(watch.gradients(), history.gradients, exactly=True)
     history.weights = copies(run.model_tensors())
     return Held(history, run.placements(), world.coordinates, world.mesh)
 
 
 def train_split_at_once(world: World, plan: Plan, case: Case) -> Held:
     """Train all batches in one go, so that a pipeline that never flushes really does not."""
-    run, history = make_run(world, plan, case), History()
+    watch, history = Watch(FACTORIES[case.optimizer]), History()
+    run = make_run(world, plan, case, watch=watch)
     for result in run.steps(share_of(batch, world, plan) for batch in make_batches(case)):
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
+    history.gradients = watch.gradients()
     history.weights = copies(run.model_tensors())
     return Held(history, run.placements(), world.coordinates, world.mesh)
 
 
 def train_serial(case: Case) -> History:
-    """Train the whole model in this process: what every layout must equal."""
+    """Train the whole model in this process: what every layout must equal.
+
+    Many layouts are compared with one training, so that is remembered: leave it as it is.
+    """
+    return _train_serial(in_one_process(case))
+
+
+def in_one_process(case: Case) -> Case:
+    """Return a case without what says how ranks work: in one process it changes nothing."""
+    return replace(
+        case,
+        overlap=True,
+        bucket_mib=0.0,
+        tensor=None,
+        averaging=None,
+        offload=None,
+        activations=None,
+    )
+
+
+@lru_cache(maxsize=32)
+def _train_serial(case: Case) -> History:
     return train_serially(
         make_model(case),
         cross_entropy,
