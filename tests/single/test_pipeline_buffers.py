@@ -1,4 +1,7 @@
-"""Running statistics on pipelines: a microbatch counts once, in order; the first replica wins."""
+"""Running statistics on pipelines: a microbatch counts once, in order; the first replica wins.
+
+What is trained beside them is compared too: every weight, and every gradient of every step.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,16 @@ from torch.utils.data import TensorDataset
 
 from ganglion import Plan, parallelize
 from ganglion.comm import World, run_threads
-from tests.pipelines import FLUSHING
-from tests.serial import Batch, assert_same_by_name, copies, load_weights
-from tests.training import OPTIMIZERS, share_of
+from tests.pipelines import FLUSHING, merged
+from tests.serial import (
+    Batch,
+    History,
+    assert_same_by_name,
+    assert_same_gradients,
+    copies,
+    load_weights,
+)
+from tests.training import OPTIMIZERS, Watch, share_of
 
 NUM_STEPS, WIDTH = 4, 6
 
@@ -39,13 +49,13 @@ def batches(plan: Plan) -> list[Batch]:
     return [(inputs, targets) for inputs, targets in drawn]
 
 
-def serial(plan: Plan) -> dict[str, Tensor]:
+def serial(plan: Plan) -> History:
     """Train microbatch by microbatch; each replica has statistics of its own, the first's count."""
     model, delayed = make_blocks(), plan.schedule == "two_bw"
     named, statistics = dict(model.named_parameters()), dict(model.named_buffers())
     optimizer = OPTIMIZERS["sgd"](list(model.named_parameters()))
     kept = [copies(statistics) for _ in range(plan.data)]
-    versions = [copies(named)]
+    versions, history = [copies(named)], History()
     for step, (inputs, targets) in enumerate(batches(plan)):
         load_weights(named, versions[max(step - 1, 0) if delayed else -1])
         optimizer.zero_grad()
@@ -57,18 +67,21 @@ def serial(plan: Plan) -> dict[str, Tensor]:
                 loss = F.mse_loss(model(part), target)
                 (loss / (plan.num_microbatches * plan.data)).backward()
             kept[replica] = copies(statistics)
+        history.gradients.append(copies({n: p.grad for n, p in named.items()}))
         load_weights(named, versions[-1])
         optimizer.step()
         versions.append(copies(named))
-    return {**versions[-1], **kept[0]}
+    history.weights = {**versions[-1], **kept[0]}
+    return history
 
 
-def train(world: World, plan: Plan) -> dict[str, Tensor]:
-    run = parallelize(make_blocks(), F.mse_loss, OPTIMIZERS["sgd"], plan, world=world)
+def train(world: World, plan: Plan) -> History:
+    watch = Watch(OPTIMIZERS["sgd"])
+    run = parallelize(make_blocks(), F.mse_loss, watch, plan, world=world)
     samples = TensorDataset(*batches(plan)[0])
     list(run.steps(share_of(batch, world, plan) for batch in batches(plan)))
     run.evaluate(samples, 1)  # drains, and moves no statistics
-    return copies(run.model_tensors())
+    return History(gradients=watch.gradients(), weights=copies(run.model_tensors()))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -86,12 +99,11 @@ def test_statistics_equal_those_of_serial_training(
         recompute=recompute,
     )
     expected = serial(plan)
-    found: dict[str, Tensor] = {}
-    for tensors in run_threads(plan.mesh(), lambda world: train(world, plan)):
-        for name, tensor in tensors.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), f"{name} drifts apart"
-    assert found["1.num_batches_tracked"] == NUM_STEPS * 3
-    assert_same_by_name(
-        {name: t for name, t in found.items() if t.is_floating_point()},
-        {name: t for name, t in expected.items() if t.is_floating_point()},
-    )
+    found = merged(run_threads(plan.mesh(), lambda world: train(world, plan)), plan)
+    assert found.weights["1.num_batches_tracked"] == NUM_STEPS * 3
+    assert_same_gradients(found.gradients, expected.gradients)
+    assert_same_by_name(_floating(found.weights), _floating(expected.weights))
+
+
+def _floating(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}

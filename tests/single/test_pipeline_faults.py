@@ -24,13 +24,11 @@ from tests.pipelines import (
     CASE,
     FLUSHING,
     assert_equals,
-    delayed,
-    merged,
+    assert_equals_at_once,
     plan_for,
-    stashed,
-    train_at_once,
+    serial_of,
 )
-from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of, train_serial
+from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of
 
 SCHEDULES = (*FLUSHING, "two_bw", "stash")
 SMALL = dataclasses.replace(CASE, num_steps=2, global_batch_size=4)
@@ -50,33 +48,27 @@ def test_25_runs_with_delays_and_reordering_change_nothing(schedule: str) -> Non
     pipe = 2 if schedule in ("interleaved", "zero_bubble_v", "stash") else 3
     cuts = (3,) if schedule == "stash" else ()
     plan = plan_for(SMALL, schedule, pipe, 1, 4, stage_boundaries=cuts)
-    if schedule == "stash":
-        expected = stashed(SMALL, 2, 4, boundary=3)
-    else:
-        expected = delayed(SMALL) if schedule == "two_bw" else train_serial(SMALL)
+    expected = serial_of(plan, SMALL)
     for seed in range(25):
         faults = Faults(seed=seed, delay_s=0.001, reorder=True)
-        found = run_threads(plan.mesh(), lambda w: train_at_once(w, plan, SMALL), faults=faults)
-        assert merged(found, plan).losses == pytest.approx(expected.losses, rel=1e-10), seed
-        for name, weight in merged(found, plan).weights.items():
-            assert torch.allclose(weight, expected.weights[name], rtol=1e-10), (seed, name)
+        assert_equals_at_once(plan, SMALL, expected, faults)
 
 
 def test_delays_do_not_change_the_versions_that_stash_keeps() -> None:
     """With batches of one, every turn missed would show as other weights."""
     case = dataclasses.replace(SMALL, num_steps=6)
-    plan, expected = plan_for(case, "stash", 2, 1, 1, stage_boundaries=(3,)), stashed(case, 2, 1, 3)
+    plan = plan_for(case, "stash", 2, 1, 1, stage_boundaries=(3,))
+    expected = serial_of(plan, case)
     for seed in range(15):
         faults = Faults(seed=seed, delay_s=0.004, reorder=True)
-        found = run_threads(plan.mesh(), lambda w: train_at_once(w, plan, case), faults=faults)
-        assert merged(found, plan).losses == pytest.approx(expected.losses, rel=1e-10), seed
+        assert_equals_at_once(plan, case, expected, faults)
 
 
 @pytest.mark.parametrize("schedule", ["message_driven", "two_bw", "zero_bubble"])
 def test_delays_with_replicas_and_tied_weights(schedule: str) -> None:
     case = dataclasses.replace(SMALL, model="tied", max_grad_norm=0.5)
     plan = plan_for(case, schedule, 2, 2, 2)
-    expected = delayed(case) if schedule == "two_bw" else train_serial(case)
+    expected = serial_of(plan, case)
     for seed in range(5):
         assert_equals(plan, case, expected, Faults(seed=seed, delay_s=0.001, reorder=True))
 

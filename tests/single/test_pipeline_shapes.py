@@ -13,16 +13,28 @@ from ganglion import Plan
 from ganglion.comm import World, run_threads
 from ganglion.errors import DataError
 from ganglion.models import cross_entropy
+from ganglion.train.executor import Share
 from tests.pipelines import FLUSHING, merged
 from tests.serial import (
     Batch,
     History,
     assert_same_by_name,
+    assert_same_gradients,
+    assert_same_history,
     copies,
     train_delayed,
     train_serially,
 )
-from tests.training import OPTIMIZERS, SHAPES, Case, make_batches, make_model, make_run, share_of
+from tests.training import (
+    OPTIMIZERS,
+    SHAPES,
+    Case,
+    Watch,
+    make_batches,
+    make_model,
+    make_run,
+    share_of,
+)
 
 CASE = Case(optimizer="sgd", num_steps=4)
 LENGTHS = (8, 3, 5, 8, 1, 6)
@@ -78,10 +90,16 @@ def serial(shares: list[list[Step]], *, delayed: bool = False) -> History:
 
 
 def train(world: World, plan: Plan, shares: list[list[Step]]) -> History:
-    run, history = make_run(world, plan, CASE), History()
-    for result in run.steps(shares[world.coordinates.data]):
+    return train_on(world, plan, CASE, shares[world.coordinates.data])
+
+
+def train_on(world: World, plan: Plan, case: Case, batches: Sequence[Share]) -> History:
+    watch, history = Watch(OPTIMIZERS["sgd"]), History()
+    run = make_run(world, plan, case, watch=watch)
+    for result in run.steps(batches):
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
+    history.gradients = watch.gradients()
     history.weights = copies(run.model_tensors())
     return history
 
@@ -90,9 +108,7 @@ def assert_equals_serial(plan: Plan, *, delayed: bool = False) -> None:
     shares = [steps_of(4, plan.num_microbatches, first=3 * n) for n in range(plan.data)]
     expected = serial(shares, delayed=delayed)
     found = merged(run_threads(plan.mesh(), lambda world: train(world, plan, shares)), plan)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-10)
-    assert_same_by_name(found.weights, expected.weights)
+    assert_same_history(found, expected, CASE.dtype)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -113,12 +129,14 @@ def test_replicas_have_their_own_lengths(pipe: int) -> None:
 
 
 def test_stash_takes_them_too() -> None:
-    """Its first batch has seen no update: the loss is the serial one."""
+    """Its first batch has seen no update: loss and gradients are the serial ones."""
     plan = Plan(pipe=2, schedule="stash", num_microbatches=4)
     shares = [steps_of(4, 4)]
     found = merged(run_threads(plan.mesh(), lambda world: train(world, plan, shares)), plan)
-    assert len(found.losses) == 4
-    assert found.losses[0] == pytest.approx(serial(shares).losses[0], rel=1e-10)
+    expected = serial(shares)
+    assert len(found.losses) == len(found.gradients) == 4
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-10)
+    assert_same_gradients(found.gradients[:1], expected.gradients[:1])
 
 
 @pytest.mark.parametrize("schedule", [*FLUSHING, "two_bw", "stash"])
@@ -127,20 +145,16 @@ def test_microbatches_given_are_those_cut_out_of_a_batch(schedule: str) -> None:
     case = dataclasses.replace(CASE, global_batch_size=8)
 
     def body(world: World, one_by_one: bool) -> History:
-        run, history = make_run(world, plan, case), History()
         batches = [share_of(batch, world, plan) for batch in make_batches(case)]
         given = [list(zip(x.split(2), y.split(2), strict=True)) for x, y in batches]
-        for result in run.steps(given if one_by_one else batches):
-            history.losses.append(result.loss)
-            history.norms.append(result.grad_norm)
-        history.weights = copies(run.model_tensors())
-        return history
+        return train_on(world, plan, case, given if one_by_one else batches)
 
     found, expected = (
         merged(run_threads(plan.mesh(), lambda world, way=way: body(world, way)), plan)
         for way in (True, False)
     )
     assert found.losses == expected.losses
+    assert_same_gradients(found.gradients, expected.gradients, exactly=True)
     assert_same_by_name(found.weights, expected.weights, exactly=True)
 
 

@@ -1,7 +1,8 @@
 """Pipelines equal the serial model: every schedule, depth and cut, with ranks as threads.
 
 Schedules that flush are compared with plain training; those that never do with a serial loop that
-has their delay written out. Every parameter is compared by its name.
+has their delay written out. Every parameter is compared by its name, and so is its gradient at
+every step, as the optimizer gets it.
 """
 
 from __future__ import annotations
@@ -19,23 +20,17 @@ from tests.pipelines import (
     CASE,
     FLUSHING,
     assert_equals,
+    assert_equals_at_once,
     assert_equals_delayed,
     delayed,
     merged,
     plan_for,
-    stashed,
-    train_at_once,
+    serial_of,
 )
-from tests.serial import (
-    TOLERANCE,
-    History,
-    assert_same_by_name,
-    copies,
-    load_weights,
-    train_serially,
-)
+from tests.serial import History, assert_same_history, copies, load_weights, train_serially
 from tests.training import (
     OPTIMIZERS,
+    Watch,
     make_batches,
     make_model,
     share_of,
@@ -107,17 +102,16 @@ def test_two_parameters_tied_between_the_same_stages() -> None:
     def body(world: World) -> History:
         mine = blocks().double()
         load_weights(dict(mine.named_parameters()), start)
-        run = parallelize(mine, cross_entropy, OPTIMIZERS["sgd"], plan, world=world)
-        history = History()
+        watch, history = Watch(OPTIMIZERS["sgd"]), History()
+        run = parallelize(mine, cross_entropy, watch, plan, world=world)
         for result in run.steps(share_of(batch, world, plan) for batch in make_batches(case)):
             history.losses.append(result.loss)
             history.norms.append(result.grad_norm)
+        history.gradients = watch.gradients()
         history.weights = copies(run.model_tensors())
         return history
 
-    found = merged(run_threads(plan.mesh(), body), plan)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
-    assert_same_by_name(found.weights, expected.weights)
+    assert_same_history(merged(run_threads(plan.mesh(), body), plan), expected, case.dtype)
 
 
 @pytest.mark.parametrize("model", ["mlp", "conv"])
@@ -125,8 +119,8 @@ def test_two_parameters_tied_between_the_same_stages() -> None:
 def test_other_models(model: str, schedule: str) -> None:
     case = dataclasses.replace(CASE, model=model, num_steps=3)
     pipe = 1 if schedule == "zero_bubble_v" and model == "mlp" else 2
-    expected = delayed(case) if schedule == "two_bw" else train_serial(case)
-    assert_equals(plan_for(case, schedule, pipe, 1, 4), case, expected)
+    plan = plan_for(case, schedule, pipe, 1, 4)
+    assert_equals(plan, case, serial_of(plan, case))
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
@@ -161,11 +155,7 @@ def test_two_bw_batch_by_batch_is_the_same() -> None:
 def test_stash_equals_its_versions_written_out(optimizer: str, m: int) -> None:
     case = dataclasses.replace(CASE, optimizer=optimizer, num_steps=6)
     plan = plan_for(case, "stash", 2, 1, m, stage_boundaries=(3,))
-    expected = stashed(case, 2, m, boundary=3)
-    histories = run_threads(plan.mesh(), lambda world: train_at_once(world, plan, case))
-    found = merged(histories, plan)
-    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE[case.dtype][0])
-    assert_same_by_name(found.weights, expected.weights)
+    found = assert_equals_at_once(plan, case, serial_of(plan, case))
     if m == 1:
         assert found.losses != pytest.approx(train_serial(case).losses, rel=1e-6), (
             "there was no delay"
