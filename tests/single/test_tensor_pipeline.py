@@ -1,4 +1,7 @@
-"""Pipelines of tensor groups equal the serial model, whatever the order of messages."""
+"""Pipelines of tensor groups equal the serial model, whatever the order of messages.
+
+Compared are every weight and, at every step, every gradient as the optimizer gets it.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from ganglion.models import cross_entropy
 from ganglion.tensor import TensorSettings
 from ganglion.trace import Recorder
 from ganglion.train.optimizers import NamedParameters
-from tests.pipelines import FLUSHING, delayed, plan_for
-from tests.serial import TOLERANCE, History, assert_same_by_name
-from tests.tensors import SETTINGS, Held, whole
+from tests.pipelines import FLUSHING, delayed, plan_for, serial_of, told
+from tests.serial import History
+from tests.tensors import SETTINGS, Held, assert_same_histories
 from tests.training import (
     MUON,
     Case,
@@ -37,11 +40,8 @@ def _assert_equals(plan: Plan, case: Case, wanted: History, faults: Faults | Non
     held: list[Held] = run_threads(
         plan.mesh(), lambda world: train_split_at_once(world, plan, case), faults=faults
     )
-    relative, absolute = TOLERANCE[case.dtype]
-    for rank in held:
-        assert rank.history.losses == pytest.approx(wanted.losses, rel=relative, abs=absolute)
-        assert rank.history.norms == pytest.approx(wanted.norms, rel=relative, abs=absolute)
-    assert_same_by_name(whole(held, [rank.history.weights for rank in held]), wanted.weights)
+    with told(faults):
+        assert_same_histories(held, wanted, case.dtype)
 
 
 AXES = [{"x": 2}, {"y": 2}, {"z": 2}, {"x": 2, "z": 2}, {"y": 2, "data": 2}]
@@ -65,10 +65,27 @@ def test_two_bw_equals_the_delay_written_out(settings: str, axes: dict[str, int]
     _assert_equals(dataclasses.replace(plan, **axes), case, delayed(case))
 
 
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_stash_equals_its_versions_written_out(axes: dict[str, int]) -> None:
+    shares = axes.get("z", 1) * axes.get("data", 1)
+    case = dataclasses.replace(CASE, model="wide_gpt3", max_grad_norm=0.0)
+    plan = plan_for(case, "stash", 2, shares, 4 // shares, stage_boundaries=(4,))
+    plan = dataclasses.replace(plan, **{"data": 1, **axes})
+    _assert_equals(plan, case, serial_of(plan, case))
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
+def test_muon_gets_the_pieces_of_every_gradient(schedule: str) -> None:
+    """It gathers matrices itself, from gradients that are cut as the weights are."""
+    case = dataclasses.replace(CASE, optimizer="muon")
+    plan = dataclasses.replace(plan_for(case, schedule, 2, 2, 4), data=1, y=2, z=2)
+    _assert_equals(plan, case, serial_of(plan, case))
+
+
 @pytest.mark.parametrize("schedule", ["message_driven", "two_bw"])
 def test_20_runs_with_delays_and_reordering_change_nothing(schedule: str) -> None:
-    wanted = train_serial(CASE) if schedule == "message_driven" else delayed(CASE)
     plan = dataclasses.replace(plan_for(CASE, schedule, 2, 2, 4), data=1, y=2, z=2)
+    wanted = serial_of(plan, CASE)
     for seed in range(20):
         faults = Faults(seed=seed, delay_s=0.001, reorder=True)
         _assert_equals(plan, CASE, wanted, faults)
@@ -90,7 +107,7 @@ def test_stages_keep_some_weights_of_their_own(schedule: str) -> None:
     """A budget is that of a rank: each stage keeps what comes first in it."""
     case = dataclasses.replace(CASE, tensor=TensorSettings(keep_bytes=60_000))
     plan = dataclasses.replace(plan_for(case, schedule, 2, 2, 4), data=1, z=2)
-    _assert_equals(plan, case, delayed(case) if schedule == "two_bw" else train_serial(case))
+    _assert_equals(plan, case, serial_of(plan, case))
     kept = run_threads(plan.mesh(), lambda world: kept_of(world, plan, case))
     for rank, (names, mine) in enumerate(kept):
         assert names and names < mine, f"rank {rank} keeps {names} of {mine}"
