@@ -1,0 +1,152 @@
+"""Large tables of cases: a few cells in which every two values meet, and the others when asked.
+
+    @cells(plan=LAYOUTS, model=["gpt", "tied"], overlap=[True, False])
+    def test_every_layout(plan: Plan, model: str, overlap: bool) -> None: ...
+
+A fault shows where one value is wrong or where two do not go together; it seldom needs three. So
+`make test` runs a covering part of the product, and `make test-all` the rest, which is marked slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement, product
+from typing import Any
+
+import pytest
+
+from ganglion.topology.mesh import AXES
+
+Factors = Mapping[str, Hashable]
+
+
+def covering(cells: Sequence[Factors]) -> list[int]:
+    """Return the numbers of cells that hold every pair of values which two factors have in any.
+
+    The cell with most pairs that are missing comes next, and of equals the first: the same each
+    time. A cell without a factor that others have holds None of it.
+    """
+    names = sorted({name for cell in cells for name in cell})
+    values = [[(name, cell.get(name)) for name in names] for cell in cells]
+    pairs = [set(combinations_with_replacement(held, 2)) for held in values]
+    missing, chosen = set[object]().union(*pairs), []
+    while missing:
+        chosen.append(max(range(len(cells)), key=lambda number: len(pairs[number] & missing)))
+        missing -= pairs[chosen[-1]]
+    return sorted(chosen)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of a column that are named or unfolded into factors in a way of their own."""
+
+    values: Iterable[Any]
+    name: Callable[[Any], str] | None = None
+    unfold: Callable[[Any], Factors] | None = None
+
+
+Column = Iterable[Any] | Values
+
+
+def cells(
+    together: Mapping[str, Column] | None = None,
+    /,
+    *,
+    only: Callable[..., bool] | None = None,
+    **columns: Column,
+) -> pytest.MarkDecorator:
+    """Parametrize a test by the product of columns; what `covering` does not choose is slow.
+
+    Arguments whose values go together share a column: `{"schedule, pipe": [("gpipe", 2), ...]}`.
+    `only`, called with the arguments of a cell by name, says which cells the table has.
+    """
+    columns = {**(together or {}), **columns}
+    names = [name for key in columns for name in _names(key)]
+    rows = [_joined(parts) for parts in product(*(_cells(*item) for item in columns.items()))]
+    if only is not None:
+        rows = [row for row in rows if only(**dict(zip(names, row.values, strict=True)))]
+    chosen = set(covering([row.factors for row in rows]))
+    return pytest.mark.parametrize(
+        names, [row.param(is_slow=number not in chosen) for number, row in enumerate(rows)]
+    )
+
+
+def named(value: Any) -> str:
+    """Name a value for the id of a test: a layout by its axes, a function by its name."""
+    fields = _fields(value)
+    if fields is None:
+        name = str(getattr(value, "__name__", value))
+        assert " at 0x" not in name, f"each process would name {name} otherwise: use Values(name=)"
+        return name
+    if fields.keys() >= set(AXES):
+        fields = {axis: fields[axis] for axis in AXES if fields[axis] > 1}
+    return "-".join(f"{key}{part}" for key, part in fields.items()) or "one"
+
+
+def unfolded(value: Any) -> Factors:
+    """Return the factors of a record or a mapping; {} for what is but one.
+
+    Of a layout it counts which axes are split and how wide the widest is, not each size of each
+    axis: else a table of layouts would stay nearly whole.
+    """
+    fields = _fields(value)
+    if fields is None:
+        return {}
+    sizes = {axis: fields[axis] for axis in AXES if fields.get(axis, 1) > 1}
+    others = {str(key): _hashable(part) for key, part in fields.items() if key not in AXES}
+    return {**others, **dict.fromkeys(sizes, True), "widest": max(sizes.values(), default=1)}
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A cell of a table, or its part in one column."""
+
+    values: tuple[Any, ...]
+    name: str
+    factors: Factors
+
+    def param(self, *, is_slow: bool) -> Any:
+        marks = [pytest.mark.slow] if is_slow else []
+        return pytest.param(*self.values, id=self.name, marks=marks)
+
+
+def _names(key: str) -> list[str]:
+    return [name.strip() for name in key.split(",")]
+
+
+def _cells(key: str, column: Column) -> list[_Cell]:
+    column = column if isinstance(column, Values) else Values(column)
+    names = _names(key)
+    rows = ((value,) for value in column.values) if len(names) == 1 else column.values
+    return [_joined(_cell(*pair, column) for pair in zip(names, row, strict=True)) for row in rows]
+
+
+def _cell(argument: str, value: Any, column: Values) -> _Cell:
+    name = (column.name or named)(value)
+    factors = (column.unfold or unfolded)(value) or {"": name}
+    return _Cell((value,), name, {f"{argument} {key}": part for key, part in factors.items()})
+
+
+def _joined(parts: Iterable[_Cell]) -> _Cell:
+    parts = list(parts)
+    factors = {name: value for part in parts for name, value in part.factors.items()}
+    values = tuple(value for part in parts for value in part.values)
+    return _Cell(values, "-".join(part.name for part in parts), factors)
+
+
+def _fields(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def _hashable(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value  # type: ignore[no-any-return]
