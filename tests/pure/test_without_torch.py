@@ -1,19 +1,35 @@
-"""The pure tier passes where torch cannot be imported: run it so, once."""
+"""This tier is imported and run where torch does not exist: it can be seen from inside."""
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_pure_tier_passes_with_torch_forbidden() -> None:
-    here = Path(__file__)
-    command = [sys.executable, "-m", "pytest", "--forbid-torch", "-p", "no:cacheprovider"]
-    # Thousands of random cases find nothing more by running twice.
-    selection = [str(here.parent), f"--ignore={here}", "-m", "not many_cases"]
-    result = subprocess.run(
-        command + selection, capture_output=True, text=True, cwd=here.parents[2], timeout=110
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert " passed" in result.stdout
+import ganglion
+from tests.layers import DECIDERS
+
+ROOT = Path(ganglion.__file__).parents[1]
+# What a command line needs before it knows that it will train.
+FRONT = ["ganglion.cli.main", "ganglion.cli.train"]
+
+
+def deciding_modules() -> list[str]:
+    paths = [path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("ganglion/**/*.py")]
+    return [".".join(path.parts) for path in sorted(paths) if path.parts[1] in DECIDERS]
+
+
+@pytest.mark.parametrize("name", ["torch", "torch.nn", "ganglion.comm.local", "ganglion.train"])
+def test_torch_and_what_needs_it_cannot_be_imported(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"torch.*must do without torch"):
+        importlib.import_module(name)
+
+
+def test_all_that_decides_is_imported_without_torch() -> None:
+    modules = deciding_modules()
+    assert {"ganglion.plan", "ganglion.costs.memory"} <= set(modules)
+    for name in [*modules, *FRONT]:
+        importlib.import_module(name)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "torch"]
