@@ -30,6 +30,7 @@ from ganglion.costs import (
 from ganglion.errors import ConfigError
 from ganglion.plan import Plan
 from ganglion.units import MIB
+from tests.profiles import examples
 
 GPT: dict[str, Any] = {
     "model": {"layers": 6, "hidden": 256, "heads": 4, "vocab_size": 4096},
@@ -156,7 +157,7 @@ def rank_of(numbers: list[tuple[int, int, bool]], alive: int) -> RankBlocks:
     return RankBlocks(stages=[stage], costs=costs, alive=[(alive,)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(BLOCKS, st.integers(1, 4), st.floats(0.2, 1.0))
 def test_never_far_from_the_best(
     numbers: list[tuple[int, int, bool]], alive: int, share: float

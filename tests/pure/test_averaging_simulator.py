@@ -47,6 +47,7 @@ from ganglion.simulator.averaging_result import (
     AveragingSimulation,
 )
 from ganglion.simulator.disturbance import Disturbance
+from tests.profiles import examples
 
 LINK = MessagePrice(message_s=0.01, byte_s=1e-4)
 BYTES = (100, 20, 30)
@@ -180,7 +181,7 @@ COST_STRATEGY = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(costs=COST_STRATEGY, workers=st.integers(1, 6), name=st.sampled_from(list(METHODS)))
 def test_every_run_is_whole(costs: AveragingCosts, workers: int, name: str) -> None:
     done = run(name, costs, workers, 5 * workers)
@@ -213,7 +214,7 @@ def _assert_order(done: AveragingSimulation, order: str, is_elastic: bool) -> No
         assert turns == [n % done.num_workers for n in range(done.num_batches)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(costs=COST_STRATEGY, workers=st.integers(1, 6), tau=st.integers(1, 3))
 def test_version_three_is_never_slower_than_two(
     costs: AveragingCosts, workers: int, tau: int

@@ -13,6 +13,7 @@ from ganglion.schedules import SCHEDULES, RankSchedule, ScheduleOptions, make_sc
 from ganglion.schedules.action import Action
 from ganglion.schedules.message_driven import PRIORITIES, TwoBW
 from ganglion.schedules.validate import Case, LawBroken, Step, check_laws
+from tests.profiles import examples
 from tests.random_driver import RandomDriver
 from tests.simulated import UNIT, run
 
@@ -81,22 +82,19 @@ def drive(seed: int, group_size: int) -> None:
     ).run()
 
 
-@pytest.mark.many_cases
-@settings(max_examples=6000)
+@settings(max_examples=examples(6000))
 @given(seeds)
 def test_any_order_of_arrivals_and_ends(seed: int) -> None:
     drive(seed, group_size=1)
 
 
-@pytest.mark.many_cases
-@settings(max_examples=3000)
+@settings(max_examples=examples(3000))
 @given(seeds, st.integers(2, 3))
 def test_any_order_with_a_leader_and_followers(seed: int, group_size: int) -> None:
     drive(seed, group_size)
 
 
-@pytest.mark.many_cases
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(seeds)
 def test_random_times_latencies_and_jitter(seed: int) -> None:
     name, num_ranks, batches, options = draw(seed)

@@ -27,6 +27,7 @@ from ganglion.comm.shm_group import ShmGroup
 from ganglion.comm.shm_outbox import Outbox
 from ganglion.comm.shm_staging import SumSlabs
 from ganglion.errors import CommError, ProtocolError
+from tests.profiles import examples
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -271,7 +272,7 @@ def steps(size: int, num_groups: int) -> st.SearchStrategy[Step]:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_interleaving_gives_the_plain_result(data: st.DataObject) -> None:
     """Several groups, many started before the first wait, waits in any order of each member."""

@@ -15,6 +15,7 @@ from ganglion.comm.message import Arrival
 from ganglion.errors import PeerLost, ProtocolError
 from ganglion.trace import Recorder
 from tests.messages import check_letters, exchange_letters, traffic
+from tests.profiles import examples
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,7 +33,7 @@ def exchanged(
         return list(pool.map(body, range(num_ranks)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 4), st.integers(0, 1000), st.integers(0, 25), st.sampled_from([0.0, 0.002]))
 def test_all_letters_arrive_in_order_whatever_the_delay(
     num_ranks: int, seed: int, num_letters: int, delay_s: float
