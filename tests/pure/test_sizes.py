@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,16 @@ MAX_MEDIAN_FUNCTION_LINES = 12
 PACKAGE = Path(ganglion.__file__).parent
 
 
+@functools.cache
+def modules() -> dict[Path, ast.Module]:
+    """Parse every file of the package, once."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+
+
 def functions() -> Iterator[tuple[str, int]]:
     """Yield every function with its number of lines, docstring left out."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, module in modules().items():
+        for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -31,14 +38,15 @@ def test_files_are_short() -> None:
 
 
 def test_functions_are_short() -> None:
-    assert [(name, n) for name, n in functions() if n > MAX_FUNCTION_LINES] == []
-    assert statistics.median(n for _, n in functions()) <= MAX_MEDIAN_FUNCTION_LINES
+    sizes = list(functions())
+    assert [(name, n) for name, n in sizes if n > MAX_FUNCTION_LINES] == []
+    assert statistics.median(n for _, n in sizes) <= MAX_MEDIAN_FUNCTION_LINES
 
 
 def test_every_module_states_its_idea() -> None:
     silent = [
         str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        for path, module in modules().items()
+        if not ast.get_docstring(module)
     ]
     assert silent == []
