@@ -10,6 +10,7 @@ A fault shows where one value is wrong or where two do not go together; it seldo
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, product
@@ -31,11 +32,23 @@ def covering(cells: Sequence[Factors]) -> list[int]:
     names = sorted({name for cell in cells for name in cell})
     values = [[(name, cell.get(name)) for name in names] for cell in cells]
     pairs = [set(combinations_with_replacement(held, 2)) for held in values]
-    missing, chosen = set[object]().union(*pairs), []
+    missing, chosen = set[object]().union(*pairs), list[int]()
     while missing:
         chosen.append(max(range(len(cells)), key=lambda number: len(pairs[number] & missing)))
         missing -= pairs[chosen[-1]]
-    return sorted(chosen)
+    return sorted(_needed(chosen, pairs))
+
+
+def _needed(chosen: list[int], pairs: Sequence[set[Any]]) -> list[int]:
+    """Leave out cells whose pairs are all in cells that were chosen after them."""
+    counts = Counter(pair for number in chosen for pair in pairs[number])
+    needed = []
+    for number in chosen:
+        if min(counts[pair] for pair in pairs[number]) > 1:
+            counts.subtract(pairs[number])
+        else:
+            needed.append(number)
+    return needed
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from ganglion import Plan
 from ganglion.comm import World, run_threads
 from ganglion.errors import LayoutError
 from ganglion.models import cross_entropy, mse
-from ganglion.tensor import TensorSettings, apply_tensor_parallel
+from ganglion.tensor import WITHOUT_OVERLAP, TensorSettings, apply_tensor_parallel
 from ganglion.tensor.weights import StoredWeight, Weights
 from ganglion.topology import Mesh
+from tests.covering import cells, named
 from tests.serial import History
 from tests.tensors import (
     SETTINGS,
@@ -28,7 +29,6 @@ from tests.tensors import (
     assert_same_bits,
     assert_same_histories,
     factorizations,
-    named,
     own_random_numbers,
     train_task,
     train_twin,
@@ -64,26 +64,29 @@ def _fit(plan: Plan, case: Case) -> Plan:
     return dataclasses.replace(plan, microbatch_size=size, num_microbatches=share // size)
 
 
-def _assert_serial(plan: Plan, case: Case, *, has_common_memory: bool = False) -> list[Held]:
-    """Train under a plan; losses, norms, gradients and weights must be those of one process."""
+def _train(plan: Plan, case: Case, *, has_common_memory: bool = False) -> list[Held]:
     plan = _fit(plan, case)
-    held = run_threads(
+    return run_threads(
         plan.mesh(),
         lambda world: train_split(world, plan, case),
         has_common_memory=has_common_memory,
     )
+
+
+def _assert_serial(plan: Plan, case: Case, *, has_common_memory: bool = False) -> list[Held]:
+    """Train under a plan; losses, norms, gradients and weights must be those of one process."""
+    held = _train(plan, case, has_common_memory=has_common_memory)
     assert_same_histories(held, _serial(case), case.dtype)
     return held
 
 
-@pytest.mark.parametrize("plan", LAYOUTS, ids=named)
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_gpt3", "wide_tied", "wide_mlp"])
+@cells(plan=LAYOUTS, model=["wide_gpt", "wide_gpt3", "wide_tied", "wide_mlp"])
 def test_every_layout_equals_the_serial_model(plan: Plan, model: str) -> None:
     num_steps = 1 if model == "wide_gpt3" else 2
     _assert_serial(plan, dataclasses.replace(CASE, model=model, num_steps=num_steps))
 
 
-@pytest.mark.parametrize("plan", [p for p in LAYOUTS if p.x <= 2 and p.y <= 4], ids=named)
+@cells(plan=[p for p in LAYOUTS if p.x <= 2 and p.y <= 4])
 def test_convolutions_equal_the_serial_model(plan: Plan) -> None:
     _assert_serial(plan, dataclasses.replace(CASE, model="wide_conv"))
 
@@ -97,74 +100,60 @@ def test_convolutions_that_do_not_divide_are_refused(plan: Plan) -> None:
 # --- what overlaps -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [*MIXED, Plan(x=2, y=2, z=2)], ids=named)
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied"])
+@cells(plan=[*MIXED, Plan(x=2, y=2, z=2)], model=["wide_gpt", "wide_tied"])
 def test_overlap_changes_no_bit(plan: Plan, model: str) -> None:
     case = dataclasses.replace(CASE, model=model)
-    waiting, overlapped = (
-        _assert_serial(plan, dataclasses.replace(case, tensor=SETTINGS[name]))
-        for name in ("waiting", "overlapped")
-    )
-    assert_same_bits(waiting, overlapped)
+    overlapped = _assert_serial(plan, dataclasses.replace(case, tensor=SETTINGS["overlapped"]))
+    assert_same_bits(_train(plan, dataclasses.replace(case, tensor=WITHOUT_OVERLAP)), overlapped)
 
 
-@pytest.mark.parametrize("plan", [p for p in FOUR if p.z > 1], ids=named)
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied"])
+@cells(plan=[p for p in FOUR if p.z > 1], model=["wide_gpt", "wide_tied"])
 def test_kept_weights_equal_the_serial_model(plan: Plan, model: str) -> None:
     _assert_serial(plan, dataclasses.replace(CASE, model=model, tensor=SETTINGS["kept"]))
 
 
-@pytest.mark.parametrize("plan", [*(p for p in FOUR if p.z > 1), Plan(x=2, z=4)], ids=named)
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied", "wide_mlp"])
+@cells(
+    plan=[*(p for p in FOUR if p.z > 1), Plan(x=2, z=4)],
+    model=["wide_gpt", "wide_tied", "wide_mlp"],
+)
 def test_some_kept_weights_equal_the_serial_model(plan: Plan, model: str) -> None:
-    some = TensorSettings(keep_bytes=20_000)
-    waiting, overlapped = (
-        _assert_serial(plan, dataclasses.replace(CASE, model=model, tensor=tensor))
-        for tensor in (some, dataclasses.replace(SETTINGS["waiting"], keep_bytes=20_000))
-    )
-    assert_same_bits(waiting, overlapped)
+    case = dataclasses.replace(CASE, model=model, tensor=TensorSettings(keep_bytes=20_000))
+    waiting = dataclasses.replace(WITHOUT_OVERLAP, keep_bytes=20_000)
+    overlapped = _assert_serial(plan, case)
+    assert_same_bits(_train(plan, dataclasses.replace(case, tensor=waiting)), overlapped)
 
 
 @pytest.mark.parametrize(("keep_bytes", "twin"), [(1 << 30, "kept"), (1, "overlapped")])
 def test_a_budget_for_all_weights_or_none_changes_no_bit(keep_bytes: int, twin: str) -> None:
     budget, plain = (
-        _assert_serial(Plan(z=2), dataclasses.replace(CASE, tensor=tensor))
+        _train(Plan(z=2), dataclasses.replace(CASE, tensor=tensor))
         for tensor in (TensorSettings(keep_bytes=keep_bytes), SETTINGS[twin])
     )
     assert_same_bits(budget, plain)
 
 
-@pytest.mark.parametrize("plan", MIXED, ids=named)
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_conv"])
+@cells(plan=MIXED, model=["wide_gpt", "wide_conv"])
 def test_halves_equal_the_serial_model_and_themselves_with_waits(plan: Plan, model: str) -> None:
     # 3 samples a microbatch and share: an odd number of images.
     case = dataclasses.replace(CASE, model=model, global_batch_size=6 * plan.num_shares)
-    overlapped, waiting = (
-        _assert_serial(plan, dataclasses.replace(case, tensor=tensor))
-        for tensor in (
-            TensorSettings(halves=True),
-            dataclasses.replace(SETTINGS["waiting"], halves=True),
-        )
-    )
-    assert_same_bits(waiting, overlapped)
+    waiting = dataclasses.replace(WITHOUT_OVERLAP, halves=True)
+    overlapped = _assert_serial(plan, dataclasses.replace(case, tensor=TensorSettings(halves=True)))
+    assert_same_bits(_train(plan, dataclasses.replace(case, tensor=waiting)), overlapped)
 
 
-@pytest.mark.parametrize("plan", [p for p in LAYOUTS if p.z > 1], ids=named)
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied"])
+@cells(plan=[p for p in LAYOUTS if p.z > 1], model=["wide_gpt", "wide_tied"])
 def test_common_memory_changes_no_bit(plan: Plan, model: str) -> None:
     case = dataclasses.replace(CASE, model=model)
-    gathered, read = (_assert_serial(plan, case, has_common_memory=c) for c in (False, True))
-    assert_same_bits(gathered, read)
+    read = _assert_serial(plan, case, has_common_memory=True)
+    assert_same_bits(_train(plan, case), read)
 
 
-@pytest.mark.parametrize("tensor", ["waiting", "kept"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_conv"])
+@cells(tensor=["waiting", "kept"], recompute=["none", "full"], model=["wide_gpt", "wide_conv"])
 def test_common_memory_goes_with_everything(tensor: str, recompute: str, model: str) -> None:
     plan = Plan(y=2, z=2, recompute=recompute)
     case = dataclasses.replace(CASE, model=model, tensor=SETTINGS[tensor])
-    gathered, read = (_assert_serial(plan, case, has_common_memory=c) for c in (False, True))
-    assert_same_bits(gathered, read)
+    read = _assert_serial(plan, case, has_common_memory=True)
+    assert_same_bits(_train(plan, case), read)
 
 
 @pytest.mark.parametrize("share_pieces", [True, False])
@@ -209,14 +198,12 @@ def test_nobody_writes_what_others_still_read() -> None:
 # --- recomputation, evaluation, precision --------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", MIXED, ids=named)
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied"])
+@cells(plan=MIXED, model=["wide_gpt", "wide_tied"])
 def test_recomputation_equals_the_serial_model(plan: Plan, model: str) -> None:
     plan = dataclasses.replace(plan, recompute="full")
     case = dataclasses.replace(CASE, model=model)
     overlapped = _assert_serial(plan, case)
-    waiting = _assert_serial(plan, dataclasses.replace(case, tensor=SETTINGS["waiting"]))
-    assert_same_bits(waiting, overlapped)
+    assert_same_bits(_train(plan, dataclasses.replace(case, tensor=WITHOUT_OVERLAP)), overlapped)
 
 
 def test_recomputation_gathers_in_a_phase_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +225,7 @@ def test_recomputation_gathers_in_a_phase_of_its_own(monkeypatch: pytest.MonkeyP
     )
 
 
-@pytest.mark.parametrize("plan", [Plan(x=2, y=2, z=2), Plan(y=2, z=2, data=2)], ids=named)
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_mlp"])
+@cells(plan=[Plan(x=2, y=2, z=2), Plan(y=2, z=2, data=2)], model=["wide_gpt", "wide_mlp"])
 def test_outputs_and_evaluation_equal_the_serial_model(plan: Plan, model: str) -> None:
     case = dataclasses.replace(CASE, model=model)
     plan = _fit(plan, case)
@@ -277,7 +263,7 @@ BF16_GRADIENTS = 0.04  # of the norm of each gradient: bf16 has 8 bits, sums are
 BF16_LOSS = 0.01
 
 
-@pytest.mark.parametrize("plan", [*MIXED, Plan(x=2, y=2, z=2)], ids=named)
+@cells(plan=[*MIXED, Plan(x=2, y=2, z=2)])
 def test_bf16_is_as_near_as_bf16_is(plan: Plan) -> None:
     case = dataclasses.replace(CASE, dtype=torch.float32, num_steps=1, max_grad_norm=0.0)
     plan = dataclasses.replace(_fit(plan, case), precision="bf16")
@@ -313,7 +299,7 @@ def _images(num_steps: int = 2, size: int = 8) -> list[tuple[Tensor, Tensor]]:
 UNET = Task(make_unet, image_loss, _images(), cuts=unet_cuts())
 
 
-@pytest.mark.parametrize("plan", [*factorizations(2), *FOUR, *EIGHT], ids=named)
+@cells(plan=[*factorizations(2), *FOUR, *EIGHT])
 def test_a_unet_with_both_norms_equals_its_serial_twin(plan: Plan) -> None:
     held = assert_equals_twin(UNET.fit(plan), UNET)
     for name, placement in held[0].placements.items():
@@ -325,7 +311,7 @@ def test_a_recomputed_unet_counts_its_samples_once(plan: Plan) -> None:
     assert_equals_twin(dataclasses.replace(UNET.fit(plan), recompute="full"), UNET)
 
 
-@pytest.mark.parametrize("plan", [*factorizations(2), *MIXED, Plan(y=4)], ids=named)
+@cells(plan=[*factorizations(2), *MIXED, Plan(y=4)])
 def test_dropout_is_that_of_one_process(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     own_random_numbers(monkeypatch)
     make = functools.partial(make_unet, dropout=0.3)
@@ -380,7 +366,7 @@ def _ids(num_steps: int = 2) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("plan", [*factorizations(2), *FOUR, *EIGHT], ids=named)
+@cells(plan=[*factorizations(2), *FOUR, *EIGHT])
 def test_any_module_in_blocks_equals_its_serial_twin(plan: Plan) -> None:
     task = Task(make_unknown, mse, _ids())
     assert_equals_twin(task.fit(plan), task)
@@ -395,7 +381,7 @@ def make_frozen() -> dict[str, nn.Module]:
     return blocks
 
 
-@pytest.mark.parametrize("plan", MIXED, ids=named)
+@cells(plan=MIXED)
 def test_frozen_parameters_stay_as_they_are(plan: Plan) -> None:
     task = Task(make_frozen, mse, _ids())
     held = assert_equals_twin(task.fit(plan), task)
