@@ -34,7 +34,8 @@ BETA = 0.9
 MOMENTUM = 0.9
 TIMEOUT_S = 300.0
 EASGD, DDP, ALONE = "sync_easgd_tau_10", "torch_ddp", "two_alone"
-PRELOADED = ("ganglion.averaging.average", "averaging_training", "rich.table")
+# The first optimizer imports torch._dynamo.
+PRELOADED = ("ganglion.averaging.average", "averaging_training", "rich.table", "torch._dynamo")
 Turn = Callable[[], Figures]
 
 

@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,22 +46,6 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield averaging_training
     for name in ("averaging_training", "harness"):
         sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def idx_folder(tmp_path: Path) -> Path:
-    """Write a few images of two classes that are easy to tell apart, in MNIST's own files."""
-    folder = tmp_path / "images"
-    folder.mkdir()
-    draw = np.random.default_rng(0)
-    for part, number in (("train", 256), ("t10k", 64)):
-        labels = draw.integers(0, 2, number).astype(np.uint8)
-        images = draw.integers(0, 60, (number, 28, 28)).astype(np.uint8)
-        images[labels == 1, :14] += 150
-        for kind, array in ((f"{part}-images-idx3", images), (f"{part}-labels-idx1", labels)):
-            header = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
-            (folder / f"{kind}-ubyte").write_bytes(header + array.tobytes())
-    return folder
 
 
 def images(number: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,24 +102,70 @@ def test_the_clock_names_times_as_the_methods_do() -> None:
     assert averaging_result.BREAKDOWN == method.BREAKDOWN
 
 
-def report(folder: Path, *options: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Run the script; return the JSON it prints, and its rows by name."""
-    arguments = (str(SCRIPT), "--quick", "--json", "--rounds", "1", *options)
+# --- the script ----------------------------------------------------------------------------------
+
+
+def write_images(folder: Path) -> None:
+    """Write a few images of two classes that are easy to tell apart, in MNIST's own files."""
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    for part, number in (("train", 256), ("t10k", 64)):
+        labels = draw.integers(0, 2, number).astype(np.uint8)
+        images = draw.integers(0, 60, (number, 28, 28)).astype(np.uint8)
+        images[labels == 1, :14] += 150
+        for kind, array in ((f"{part}-images-idx3", images), (f"{part}-labels-idx1", labels)):
+            header = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+            (folder / f"{kind}-ubyte").write_bytes(header + array.tobytes())
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the script printed and wrote: all parts come from one run, at toy size."""
+
+    machine: dict[str, Any]
+    rows: dict[str, dict[str, Any]]
+    bars: list[dict[str, Any]]
+    folder: Path
+
+    def named(self, *names: str) -> dict[str, dict[str, Any]]:
+        """Return rows, each of which must be there."""
+        return {name: self.rows[name] for name in names}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    folder = tmp_path_factory.mktemp("averaging")
+    write_images(folder / "images")
+    few = ("--quick", "--rounds", "1", "--steps", "3", "--target", "0.6", "--max-batches", "48")
+    kept = ("--results", "kept.jsonl", "--plots", "plots", "--json")
+    arguments = (str(SCRIPT), "--data", str(folder / "images"), *few, *kept)
     done = python(*arguments, cwd=folder, deadline_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
-    record: dict[str, Any] = json.loads(done.stdout)
+    record = json.loads(done.stdout)
     rows = {row["name"]: row for row in record["rows"]}
-    for bar in record["bars"]:
-        assert bar["measured"] == rows[bar["row"]][bar["measure"]]
-    return record, rows
+    return Told(record["machine"], rows, record["bars"], folder)
 
 
-def test_the_paper_part_has_every_method(tmp_path: Path, idx_folder: Path) -> None:
-    kept = tmp_path / "kept.jsonl"
-    options = ("--part", "paper", "--data", str(idx_folder), "--target", "0.6")
-    few = ("--max-batches", "48", "--results", str(kept), "--plots", str(tmp_path / "plots"))
-    record, rows = report(tmp_path, *options, *few)
-    assert set(rows) == {*METHODS, "original_easgd_packed"}
+PAPER = {*METHODS, "original_easgd_packed"}
+WALL_ONLY = ("round_robin", "sync_easgd_1_free_votes", "sync_easgd_2_free_votes")
+# Measured exchanges of sync_measgd_3 would be those of sync_easgd_3.
+WALL = {f"wall_{name}" for name in (*PAPER - {"sync_measgd_3"}, *WALL_ONLY)}
+DDP = {"sync_easgd_tau_10", "torch_ddp", "two_alone"}
+PACKING = {f"{way}_{n}" for way in ("packed", "apart") for n in (1, 16, 64)}
+TORCHFT = {f"{ours}{name}_10" for ours in ("", "torchft_") for name in ("local_sgd", "diloco")}
+has_torchft = importlib.util.find_spec("torchft") is not None
+
+
+def test_every_part_has_its_rows(told: Told) -> None:
+    scaling = {name for name, row in told.rows.items() if "nodes" in row}
+    parts = PAPER | WALL | DDP | PACKING | (TORCHFT if has_torchft else set())
+    assert set(told.rows) == parts | scaling
+    for bar in told.bars:
+        assert bar["measured"] == told.rows[bar["row"]][bar["measure"]]
+
+
+def test_the_paper_part_has_every_method(told: Told) -> None:
+    rows = told.named(*PAPER)
     assert rows["original_easgd"]["communication_share"] == pytest.approx(0.87, abs=0.02)
     for row in rows.values():
         assert sum(row["shares"].values()) == pytest.approx(1.0)
@@ -142,19 +173,14 @@ def test_the_paper_part_has_every_method(tmp_path: Path, idx_folder: Path) -> No
         assert (row["ratio"] or 0) > 0 or row["reached"] < row["seeds"] or row["ratio_to"] is None
     shares = [rows[f"sync_easgd_{n}"]["communication_share"] for n in (1, 2, 3)]
     assert shares == sorted(shares, reverse=True) and shares[0] < 0.25
-    assert {bar["row"] for bar in record["bars"]} >= {"sync_easgd_3", "async_easgd"}
-    assert len(kept.read_text().splitlines()) == 1 + 10  # costs, and each arithmetic once
-    assert {path.suffix for path in (tmp_path / "plots").iterdir()} == {".png"}
+    assert {bar["row"] for bar in told.bars} >= {"sync_easgd_3", "async_easgd"}
+    kept = (told.folder / "kept.jsonl").read_text().splitlines()
+    assert len(kept) == 1 + 10  # costs, and each arithmetic once
+    assert {path.suffix for path in (told.folder / "plots").iterdir()} == {".png"}
 
 
-def test_the_wall_part_has_every_method_beside_its_simulation(
-    tmp_path: Path, idx_folder: Path
-) -> None:
-    record, rows = report(tmp_path, "--part", "wall", "--data", str(idx_folder))
-    free = ("sync_easgd_1_free_votes", "sync_easgd_2_free_votes")
-    others = ("original_easgd_packed", "round_robin", *free)
-    methods = set(METHODS) - {"sync_measgd_3"}  # exchanges as sync_easgd_3 does
-    assert set(rows) == {f"wall_{name}" for name in (*methods, *others)}
+def test_the_wall_part_has_every_method_beside_its_simulation(told: Told) -> None:
+    rows = told.named(*WALL)
     for row in rows.values():
         times = (row["low"], row["value"], row["high"], row["simulated"], row["to_simulated"])
         assert all(0 < time < float("inf") for time in times)
@@ -162,31 +188,25 @@ def test_the_wall_part_has_every_method_beside_its_simulation(
         assert row["unit"] == "ms a batch" and len(row["values"]) == 1
     assert rows["wall_original_easgd"]["simulated_share"] == pytest.approx(0.87, abs=0.02)
     assert rows["wall_sync_easgd_3"]["ratio_to"] == "wall_original_easgd"
-    assert "wall" in record["machine"]
+    assert "wall" in told.machine
 
 
-def test_the_scaling_part_keeps_within_two_points(tmp_path: Path) -> None:
-    record, rows = report(tmp_path, "--part", "scaling")
-    assert len(record["bars"]) == 5 and all(bar["met"] for bar in record["bars"])
+def test_the_scaling_part_keeps_within_two_points(told: Told) -> None:
+    rows = {name: row for name, row in told.rows.items() if "nodes" in row}
+    bars = [bar for bar in told.bars if bar["row"] in rows]
+    assert len(bars) == 5 and all(bar["met"] for bar in bars)
     assert {row["nodes"] for row in rows.values()} == {2, 4, 8, 16, 32, 64, 1024, 16384}
 
 
-def test_the_parts_with_processes_have_their_rows(tmp_path: Path, idx_folder: Path) -> None:
-    few = ("--data", str(idx_folder), "--steps", "3")
-    _, rows = report(tmp_path, "--part", "ddp", *few)
-    assert set(rows) == {"sync_easgd_tau_10", "torch_ddp", "two_alone"}
+def test_the_parts_with_processes_have_their_figures(told: Told) -> None:
+    rows = told.named(*DDP)
     assert rows["sync_easgd_tau_10"]["ratio_to"] == "torch_ddp"
     assert all(row["value"] > 0 and 0 <= row["accuracy"] <= 100 for row in rows.values())
-    _, rows = report(tmp_path, "--part", "packing")
-    assert set(rows) == {f"{way}_{n}" for way in ("packed", "apart") for n in (1, 16, 64)}
+    assert all(row["value"] > 0 for row in told.named(*PACKING).values())
 
 
-def test_the_torchft_part_has_rows_or_says_why_not(tmp_path: Path, idx_folder: Path) -> None:
-    few = ("--data", str(idx_folder), "--steps", "3")
-    told, rows = report(tmp_path, "--part", "torchft", *few)
-    if importlib.util.find_spec("torchft") is None:
-        assert rows == {}
-        assert "No module named 'torchft'" in str(told)
+def test_the_torchft_part_has_rows_or_says_why_not(told: Told) -> None:
+    if has_torchft:
+        assert all(row["value"] > 0 for row in told.named(*TORCHFT).values())
     else:
-        names = ("local_sgd_10", "diloco_10")
-        assert set(rows) == {*names, *(f"torchft_{name}" for name in names)}
+        assert "No module named 'torchft'" in told.machine["torchft"]
