@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import re
@@ -24,6 +25,7 @@ from ganglion.models.hugging_face_cuts import cuts_of
 from ganglion.tensor import apply_tensor_parallel
 from ganglion.topology import Mesh
 from ganglion.train import random_stream
+from tests.covering import cells
 from tests.hugging_face import Logits
 from tests.serial import TOLERANCE, Batch, History, assert_same_by_name, copies, train_serially
 from tests.tensors import Held, factorizations, whole
@@ -33,7 +35,7 @@ transformers = pytest.importorskip(
     "transformers", reason="needs the extra `hf`: pip install 'ganglion[hf]'"
 )
 
-VOCAB_SIZE, SEQ_LEN, BATCH_SIZE, NUM_STEPS = 64, 8, 8, 3
+VOCAB_SIZE, SEQ_LEN, BATCH_SIZE, NUM_STEPS = 64, 8, 8, 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "n_layer": 2,
@@ -81,6 +83,12 @@ class Case:
 
 def make_model(case: Case) -> Any:
     """The same model on every thread, whose every parameter matters."""
+    with _ONE_AT_A_TIME:
+        return copy.deepcopy(_made(case))
+
+
+@functools.cache
+def _made(case: Case) -> Any:
     settings = {"bos_token_id": None, "eos_token_id": None, **SETTINGS[case.family]}
     config = transformers.AutoConfig.for_model(
         case.family,
@@ -88,7 +96,7 @@ def make_model(case: Case) -> Any:
         attn_implementation=case.attention,
         **settings | dict(case.changes),
     )
-    with _ONE_AT_A_TIME, torch.random.fork_rng():
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, CLASSES[case.family])(config).train()
         with torch.no_grad():
@@ -182,42 +190,33 @@ def assert_equals(plan: Plan, case: Case, wanted: History) -> list[Held]:
     return held
 
 
-def _named(plan: Plan) -> str:
-    sizes = {axis: size for axis, size in plan.mesh().sizes().items() if size > 1}
-    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
-
-
-@pytest.mark.parametrize("plan", [*SMALL, *EIGHT], ids=_named)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@cells(family=["gpt2", "llama"], plan=[*SMALL, *EIGHT])
 def test_every_layout_equals_the_model_of_hugging_face(family: str, plan: Plan) -> None:
     """GPT-2 ties its embeddings, Llama does not, and has half as many key heads as heads."""
     case = Case(family)
     assert_equals(with_batch(plan), case, plain_loop(case))
 
 
-@pytest.mark.parametrize("plan", FOUR, ids=_named)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("gpt2", (("tie_word_embeddings", False),)),
-        Case("llama", (("tie_word_embeddings", True), ("attention_bias", True))),
-        Case("gpt2", attention="eager"),
-    ],
-    ids=["gpt2 untied", "llama tied", "gpt2 eager"],
-)
-def test_variants_equal_the_model_of_hugging_face(case: Case, plan: Plan) -> None:
+VARIANTS = {
+    "gpt2 untied": Case("gpt2", (("tie_word_embeddings", False),)),
+    "llama tied": Case("llama", (("tie_word_embeddings", True), ("attention_bias", True))),
+    "gpt2 eager": Case("gpt2", attention="eager"),
+}
+
+
+@cells(variant=VARIANTS, plan=FOUR)
+def test_variants_equal_the_model_of_hugging_face(variant: str, plan: Plan) -> None:
+    case = VARIANTS[variant]
     assert_equals(with_batch(plan), case, plain_loop(case))
 
 
-@pytest.mark.parametrize("plan", [Plan(x=2, y=2), Plan(y=2, z=2)], ids=_named)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@cells(attention=["eager", "sdpa"], plan=[Plan(x=2, y=2), Plan(y=2, z=2)])
 def test_norms_of_llama_itself(attention: str, plan: Plan) -> None:
     case = Case("llama", attention=attention, dtype=torch.float32)
     assert_equals(with_batch(plan), case, plain_loop(case))
 
 
-@pytest.mark.parametrize("plan", [Plan(x=2, y=2, pipe=2), Plan(z=2, data=2, pipe=2)], ids=_named)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@cells(family=["gpt2", "llama"], plan=[Plan(x=2, y=2, pipe=2), Plan(z=2, data=2, pipe=2)])
 def test_with_a_pipeline(family: str, plan: Plan) -> None:
     case = Case(family)
     assert_equals(with_batch(plan), case, plain_loop(case))
@@ -248,29 +247,32 @@ def _own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 DROPOUT = Case("gpt2", (("n_layer", 1), ("resid_pdrop", 0.3), ("embd_pdrop", 0.3)))
 
 
+@functools.cache
+def alone_with_dropout(case: Case) -> History:
+    """What one process makes of microbatches of one sample each; numbers must be a thread's own."""
+    plan = with_batch(Plan(), microbatch_size=1)
+    return run_threads(plan.mesh(), lambda world: train(world, plan, case))[0].history
+
+
 @pytest.mark.usefixtures("_own_random_numbers")
-@pytest.mark.parametrize("plan", [*factorizations(4), Plan(x=2, y=2, data=2)], ids=_named)
+@cells(plan=[*factorizations(4), Plan(x=2, y=2, data=2)])
 def test_dropout_is_that_of_one_process(plan: Plan) -> None:
-    alone = with_batch(Plan(), microbatch_size=1)
-    wanted = run_threads(alone.mesh(), lambda world: train(world, alone, DROPOUT))[0].history
+    wanted = alone_with_dropout(DROPOUT)
     assert wanted.losses != pytest.approx(plain_loop(Case("gpt2")).losses, rel=1e-3)
     assert_equals(with_batch(plan, microbatch_size=1), DROPOUT, wanted)
 
 
+ATTENTION_DROPOUT = {
+    "gpt2": Case("gpt2", (*DROPOUT.changes, ("attn_pdrop", 0.3)), attention="eager"),
+    "llama": Case("llama", (("attention_dropout", 0.3),), "eager", torch.float32),
+}
+
+
 @pytest.mark.usefixtures("_own_random_numbers")
-@pytest.mark.parametrize("plan", [Plan(y=2), Plan(z=2), Plan(y=2, data=2)], ids=_named)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("gpt2", (*DROPOUT.changes, ("attn_pdrop", 0.3)), attention="eager"),
-        Case("llama", (("attention_dropout", 0.3),), "eager", torch.float32),
-    ],
-    ids=["gpt2", "llama"],
-)
-def test_dropout_of_attention_where_heads_stay_together(case: Case, plan: Plan) -> None:
-    alone = with_batch(Plan(), microbatch_size=1)
-    wanted = run_threads(alone.mesh(), lambda world: train(world, alone, case))[0].history
-    assert_equals(with_batch(plan, microbatch_size=1), case, wanted)
+@cells(family=ATTENTION_DROPOUT, plan=[Plan(y=2), Plan(z=2), Plan(y=2, data=2)])
+def test_dropout_of_attention_where_heads_stay_together(family: str, plan: Plan) -> None:
+    case = ATTENTION_DROPOUT[family]
+    assert_equals(with_batch(plan, microbatch_size=1), case, alone_with_dropout(case))
 
 
 # --- refusals and the description --------------------------------------------------------------
