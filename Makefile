@@ -9,10 +9,10 @@ train: $(VENV)/.installed
 	$(BIN)/ganglion train --nproc 2 $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	GANGLION_HYPOTHESIS=thorough $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

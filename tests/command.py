@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +34,12 @@ TINY = [
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return an environment in which the project can be imported from anywhere."""
+    """Return an environment in which the project can be imported from anywhere.
+
+    One thread a process: two that wait for each other spin, and on a busy machine for long.
+    """
     root = str(Path(__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": root, **extra}
+    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **extra}
 
 
 def ganglion(
@@ -55,6 +59,40 @@ def python(
     finally:
         end_with_children(process)
     return subprocess.CompletedProcess(arguments, process.wait(), output, errors)
+
+
+def under_torchrun(
+    num_ranks: int, *arguments: str, cwd: Path, deadline_s: float = DEADLINE_S
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ...` once for each rank, with what torchrun puts into their environment."""
+    port = free_port()
+    ranks = [
+        WarmProcess(arguments, cwd, environment(**torchrun_variables(rank, num_ranks, port)))
+        for rank in range(num_ranks)
+    ]
+    try:
+        printed = [rank.communicate(deadline_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            end_with_children(rank)
+    output, errors = ("".join(texts) for texts in zip(*printed, strict=True))
+    return subprocess.CompletedProcess(arguments, max(r.wait() for r in ranks), output, errors)
+
+
+def torchrun_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Return what torchrun sets for a rank of one host."""
+    return {
+        **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
+        **{name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+        **{"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0"},
+    }
+
+
+def free_port() -> int:
+    """Return a port that nothing listens to at this moment."""
+    with socket.create_server(("localhost", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def cold(

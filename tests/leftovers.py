@@ -73,6 +73,19 @@ def segments() -> set[str]:
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
 
 
+def remove_segments_of_dead_mpi_jobs() -> None:
+    """Remove what MPICH leaves in shared memory when a job is killed, unless it is in use."""
+    used = {
+        line.split("/")[-1].strip()
+        for maps in Path("/proc").glob("[0-9]*/maps")
+        for line in _text(maps).splitlines()
+        if "/dev/shm/mpich" in line
+    }
+    for path in SHARED_MEMORY.glob("mpich_shm_*"):
+        if path.name not in used:
+            path.unlink(missing_ok=True)
+
+
 def _lives_on(path: Path) -> bool:
     """Return whether it serves the whole session: sockets of multiprocessing, caches of torch."""
     return path.name.startswith(("pymp-", "torchinductor_"))

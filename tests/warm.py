@@ -13,13 +13,13 @@ imported come from the server. Tests of the start itself use `tests.command.cold
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -108,6 +108,7 @@ def _run_program(arguments: list[str], cwd: str, env: dict[str, str], streams: l
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # what the server chose
     util.spawnv_passfds = _fork_a_server  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # one of its own
     try:
@@ -144,7 +145,7 @@ def _fork_a_server(path: str, arguments: Sequence[str], descriptors: Sequence[in
     # Held by the thread that is starting the server.
     forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
     try:
-        _close_all_but({0, 1, 2, *descriptors})
+        _let_go_of_all_but({0, 1, 2, *descriptors})
         exec(code, {})
     except Exception:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -152,9 +153,12 @@ def _fork_a_server(path: str, arguments: Sequence[str], descriptors: Sequence[in
         os._exit(0)
 
 
-def _close_all_but(kept: set[int]) -> None:
-    """Close what the start of a program would close: above all the server's own lifeline."""
-    opened = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
-    for number in opened - kept:
-        with contextlib.suppress(OSError):  # the one that listed the folder is closed already
-            os.close(number)
+def _let_go_of_all_but(kept: set[int]) -> None:
+    """Close what the start of a program would close: above all the server's own lifeline.
+
+    The numbers stay taken: objects of this process that own them may close them at any time.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) not in {*kept, nothing}:
+            os.dup2(nothing, int(path.name), inheritable=False)

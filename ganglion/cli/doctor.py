@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import platform
+import tempfile
 
 import psutil
 from rich.console import Console
@@ -79,13 +80,16 @@ def _extras() -> Table:
 
 
 def _probe(console: Console) -> int:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import elastic_launch
 
     from ganglion.cli.launcher import launch_config
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        results = elastic_launch(launch_config(2), probe_ranks)()
+        with tempfile.TemporaryDirectory(prefix="ganglion-doctor-") as logs:
+            config = launch_config(2, DefaultLogsSpecs(log_dir=logs))
+            results = elastic_launch(config, probe_ranks)()
     except Exception as error:  # whatever went wrong, the report must say it
         console.print("two ranks", style="bold")
         console.print(f"all-reduce FAILED: {error}", markup=False)

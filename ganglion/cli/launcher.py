@@ -71,7 +71,7 @@ def run_processes(
     arguments = [module, str(folder), log_level, "resume" if resume else ""]
     logs = RankLogs(folder / LOGS, received)
     try:
-        elastic_launch(launch_config(num_processes, logs), run_rank)(*arguments)
+        elastic_launch(launch_config(num_processes, logs, "forkserver"), run_rank)(*arguments)
     except ChildFailedError as error:
         # After a second signal the workers are killed, and what they say of it is no failure.
         if not received or (len(received) == 1 and _told(error)):
@@ -82,7 +82,9 @@ def run_processes(
     return 128 + received[0] if received else 0
 
 
-def launch_config(num_processes: int, logs: LogsSpecs | None = None) -> LaunchConfig:
+def launch_config(
+    num_processes: int, logs: LogsSpecs | None = None, start_method: str = "spawn"
+) -> LaunchConfig:
     """Return the settings of one group of local processes on a free port, without restarts."""
     return LaunchConfig(
         min_nodes=1,
@@ -95,7 +97,7 @@ def launch_config(num_processes: int, logs: LogsSpecs | None = None) -> LaunchCo
         max_restarts=0,
         monitor_interval=0.05,
         logs_specs=logs,
-        start_method="forkserver",
+        start_method=start_method,
         # Ctrl-C is ours: the workers save a checkpoint and leave by themselves.
         signals_to_handle="SIGQUIT",
     )

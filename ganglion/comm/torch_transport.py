@@ -204,6 +204,12 @@ class _Sender:
                 self._handles.put(None)
             self._is_closed = True
 
+    def break_off(self, failure: str) -> None:
+        """Send nothing more, not even a goodbye: the peer's other connection has broken."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
     def flush(self, timeout_s: float) -> bool:
         """Return whether all was handed over in time; raise PeerLost if it never will be."""
         with self._changed:
@@ -245,7 +251,7 @@ class _Sender:
     def _settle(self, failure: str | None) -> None:
         with self._changed:
             self._num_unsent -= 1
-            self._failure = failure
+            self._failure = self._failure or failure
             self._changed.notify_all()
 
 
@@ -273,6 +279,7 @@ class _Receiver:
         except CommError as error:
             self._inbox.put(_Lost(self._source, error))
         except RuntimeError as error:
+            back.break_off(str(error))
             self._inbox.put(_Lost(self._source, str(error)))
         else:
             back.say_bye()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.averages import (
     train_threads,
     train_worker,
 )
-from tests.command import DEADLINE_S, environment
+from tests.command import python, under_torchrun
 from tests.harness import Ranks
 
 OUTER = {"diloco": diloco()}
@@ -135,25 +134,20 @@ def test_summed_gradients_keep_processes_equal(ranks: Ranks) -> None:
 
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "elastic_averaging.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
-TWO = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "--nproc-per-node", "2", EXAMPLE]
-FOUR = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "--nproc-per-node", "4", EXAMPLE]
 
 
 @pytest.mark.parametrize(
-    "words", [[EXAMPLE], TWO, [*TWO, "mode=async"], [*FOUR, "mode=async", "servers=2"]], ids=len
+    ("num_ranks", "words"),
+    [(1, []), (2, []), (2, ["mode=async"]), (4, ["mode=async", "servers=2"])],
+    ids=["alone", "two", "async", "servers"],
 )
-def test_the_example_runs_alone_and_with_two_workers(words: list[str], tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(OMP_NUM_THREADS="1"),
-        timeout=DEADLINE_S,
-    )
+def test_the_example_runs_alone_and_with_two_workers(
+    num_ranks: int, words: list[str], tmp_path: Path
+) -> None:
+    run = python if num_ranks == 1 else functools.partial(under_torchrun, num_ranks)
+    result = run(EXAMPLE, *words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    num_workers = 1 if words == [EXAMPLE] else 2
+    num_workers = min(num_ranks, 2)
     assert f"workers {num_workers}  exchanges 150" in result.stdout
     accuracy = float(result.stdout.split("accuracy of the centre ")[1])
     assert accuracy > 0.8

@@ -57,7 +57,9 @@ def _enter(rank: int, works: list[Work], folder: Path) -> None:
 
 def on_two_ranks(works: list[Work], folder: Path) -> None:
     """Run each work in a folder of its name; a failed assertion on either rank is raised here."""
-    mp.spawn(_enter, args=(works, folder), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
+    mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+        _enter, args=(works, folder), nprocs=2, start_method="forkserver"
+    )
 
 
 @pytest.fixture(scope="module")

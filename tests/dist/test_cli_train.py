@@ -17,6 +17,7 @@ from tests.command import (
     TINY,
     cold,
     environment,
+    free_port,
     ganglion,
     metrics_of,
     start_cold,
@@ -121,11 +122,6 @@ def test_torchrun(whole_run: tuple[Path, str], tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert losses_of(tmp_path / "run") == losses_of(whole_run[0])
     assert result.stdout.count("run folder:") == 1
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def slurm_task(rank: int, port: int, cwd: Path) -> WarmProcess:

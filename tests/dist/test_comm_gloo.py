@@ -67,10 +67,8 @@ def reduce_with_a_dead_peer(world: World) -> None:
 
 
 def test_a_dead_peer_is_peer_lost() -> None:
-    pool = Ranks()
     with pytest.raises(RankFailed, match=r"PeerLost: all_reduce of ranks \[0, 1\] failed"):
-        pool.run(2, reduce_with_a_dead_peer)
-    pool.close()
+        Ranks().run(2, reduce_with_a_dead_peer)
 
 
 def stamp_before_waiting(world: World) -> tuple[float, float | None, float]:

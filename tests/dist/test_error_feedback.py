@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from ganglion import Plan
 from ganglion.comm import World, torch_world
 from ganglion.errors import CheckpointError
 from ganglion.train import Run
-from tests.command import DEADLINE_S, TINY, environment, ganglion, metrics_of, python
+from tests.command import TINY, ganglion, metrics_of, under_torchrun
 from tests.harness import Ranks
 from tests.serial import TOLERANCE, History, assert_same_by_name, copies
 from tests.pipelines import delayed, merged, plan_for
@@ -142,10 +140,8 @@ def test_the_command_resumes_to_the_same_model(tmp_path: Path) -> None:
 
 
 def test_ranks_of_another_launcher_warn_once(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "ganglion", "train", *TINY, *LATE]
-    last = ["--parallel.pipe", "2", "--train.steps", "1", "--output.dir", "run"]
-    result = python(*command, *last, cwd=tmp_path)
+    options = [*TINY, *LATE, "--parallel.pipe", "2", "--train.steps", "1", "--output.dir", "run"]
+    result = under_torchrun(2, "-m", "ganglion", "train", *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("one update late") == 1
 

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ganglion.schedules import SCHEDULES
-from tests.command import DEADLINE_S, environment
+from tests.command import cold, environment, python, under_torchrun
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "own_loop.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-RENDEZVOUS = [
-    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--log-dir", "torchrun"),
+TORCHRUN = [
+    *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "torchrun"),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
 ]
 
 
-def run_example(cwd: Path, *arguments: str) -> str:
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment(OMP_NUM_THREADS="1"),  # two threads that spin make each other wait
-        timeout=DEADLINE_S,
-    )
+def run_example(cwd: Path, *arguments: str, num_ranks: int = 1) -> str:
+    """Run a script on its own, or on several ranks; return what was printed."""
+    if num_ranks == 1:
+        result = python(*arguments, cwd=cwd)
+    else:
+        result = under_torchrun(num_ranks, *arguments, cwd=cwd)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -41,7 +36,7 @@ def test_alone_and_in_parallel_learn_the_same(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     alone = losses(run_example(tmp_path / "one", SCRIPT))
-    two = losses(run_example(tmp_path / "two", *TORCHRUN, *RENDEZVOUS, SCRIPT, "data=2"))
+    two = losses(run_example(tmp_path / "two", SCRIPT, "data=2", num_ranks=2))
     assert len(alone) == 11
     assert alone[-1] < alone[0] / 4
     assert two == pytest.approx(alone, abs=0.02)
@@ -83,7 +78,7 @@ def test_the_own_loop_as_a_pipeline_with_every_schedule(tmp_path: Path) -> None:
     words = ("every.py", str(ROOT / "examples"))
     screen = run_example(tmp_path / "one", *words, "1", "one_f_one_b", "two_bw")
     alone = losses_by_schedule(screen)
-    screen = run_example(tmp_path / "two", *TORCHRUN, *RENDEZVOUS, *words, "2", *SCHEDULES)
+    screen = run_example(tmp_path / "two", *words, "2", *SCHEDULES, num_ranks=2)
     found = losses_by_schedule(screen)
     assert list(found) == list(SCHEDULES)
     for name in FLUSHING:
@@ -108,5 +103,6 @@ for _ in range(2):
 
 def test_a_script_may_parallelize_twice(tmp_path: Path) -> None:
     (tmp_path / "twice.py").write_text(TWICE)
-    screen = run_example(tmp_path, *TORCHRUN, *RENDEZVOUS, "twice.py")
-    assert screen.count("[1]") == 4
+    result = cold(*TORCHRUN, "twice.py", cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("[1]") == 4

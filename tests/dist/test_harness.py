@@ -46,9 +46,8 @@ def test_ranks_talk_and_every_call_has_its_own(ranks: Ranks, num_ranks: int) -> 
 
 
 def test_a_childs_traceback_is_raised() -> None:
-    ranks = Ranks()
     with pytest.raises(RankFailed, match=r"rank 1:\n(.|\n)*in fail_on_last(.|\n)*broken on purpose"):
-        ranks.run(2, fail_on_last)
+        Ranks().run(2, fail_on_last)
 
 
 def test_a_childs_skip_is_the_tests_skip(ranks: Ranks) -> None:
@@ -57,12 +56,10 @@ def test_a_childs_skip_is_the_tests_skip(ranks: Ranks) -> None:
 
 
 def test_an_overrun_dumps_the_stack() -> None:
-    ranks = Ranks()
     with pytest.raises(RankFailed, match=r"ranks \[0\] did not answer(.|\n)*in sleep_on_first"):
-        ranks.run(2, sleep_on_first, deadline_s=1.0)
+        Ranks().run(2, sleep_on_first, deadline_s=1.0)
 
 
 def test_a_dead_child_is_noticed() -> None:
-    ranks = Ranks()
     with pytest.raises(RankFailed, match="the process died, exit code 7"):
-        ranks.run(2, die_on_first)
+        Ranks().run(2, die_on_first)

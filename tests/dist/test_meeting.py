@@ -163,10 +163,8 @@ def die_while_others_wait(world: World, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["aaaa", "aabb"])
 def test_a_death_reaches_every_rank(hosts: str) -> None:
-    pool = Ranks()
     with pytest.raises(RankFailed) as failed:
-        pool.run(4, die_while_others_wait, hosts)
-    pool.close()
+        Ranks().run(4, die_while_others_wait, hosts)
     text = str(failed.value)
     for rank in (0, 1, 2):
         assert f"rank {rank}:" in text

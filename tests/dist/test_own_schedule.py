@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import TINY, ganglion, metrics_of
-from tests.dist.test_examples import RENDEZVOUS, ROOT, TORCHRUN, losses, run_example
+from tests.dist.test_examples import ROOT, losses, run_example
 
 SCRIPT = str(ROOT / "examples" / "own_schedule.py")
 EAGER = "own_schedule:Eager"
@@ -38,7 +38,7 @@ def test_the_example_draws_and_learns_alone_and_as_a_pipeline(tmp_path: Path) ->
     assert len(bubbles) == 2
     assert bubbles[0] < bubbles[1], "the messages are hidden better than by one_f_one_b"
     assert "  0  0123456..." in alone
-    two = losses(run_example(tmp_path, *TORCHRUN, *RENDEZVOUS, SCRIPT, "pipe=2"))
+    two = losses(run_example(tmp_path, SCRIPT, "pipe=2", num_ranks=2))
     assert losses(alone) == pytest.approx(two, abs=2e-4)
     assert two[-1] < two[0] / 10
 

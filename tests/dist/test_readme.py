@@ -7,11 +7,12 @@ import re
 import shlex
 import subprocess
 import sys
+from glob import glob
 from pathlib import Path
 
 import pytest
 
-from tests.command import TINY, environment
+from tests.command import TINY, environment, python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,6 +38,19 @@ def run_shell(command: str, cwd: Path) -> str:
         timeout=900,
     )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def run_warm(command: str, cwd: Path) -> str:
+    """Do what the shell does with `ganglion` or `python` and their words, in a warm process."""
+    command, _, target = command.partition(" > ")
+    program, *words = shlex.split(command)
+    words = [found for word in words for found in (glob(word, root_dir=cwd) or [word])]
+    before = ["-m", "ganglion"] if program == "ganglion" else []
+    result = python(*before, *words, cwd=cwd)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    if target:
+        (cwd / target).write_text(result.stdout)
     return result.stdout
 
 
@@ -72,7 +86,7 @@ def test_the_other_commands(tmp_path: Path) -> None:
     for command in commands()[3:]:
         if "--train.steps" in command:
             command = f"{command} {SHORT} {text}"
-        screen = run_shell(command, tmp_path)
+        screen = run_warm(command, tmp_path)
     assert "done at step 200" in screen
 
 

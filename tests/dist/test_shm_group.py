@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ganglion.comm.shm_group import ShmGroup
 from ganglion.comm.shm_signals import Links
 from ganglion.comm.unix_mesh import connect_mesh
 from ganglion.errors import CommError, PeerLost, ProtocolError
-from tests.harness import RankFailed, Ranks
+from tests.harness import DEADLINE_S, RankFailed, RankPool, Ranks
 from tests.single.test_shm_group_parts import (
     DTYPES,
     KINDS,
@@ -116,17 +117,17 @@ steps = st.builds(
 
 
 @pytest.fixture(scope="module")
-def three() -> Any:
+def three() -> Iterator[RankPool]:
     """Ranks that hypothesis can use again for each example."""
-    pools = Ranks()
-    yield pools
-    pools.close()
+    pool = RankPool(3)
+    yield pool
+    pool.close()
 
 
 @settings(max_examples=12)
 @given(program=st.lists(steps, min_size=4, max_size=14), seed=st.integers(0, 10**6))
-def test_any_interleaving_whatever_the_timing(three: Ranks, program: Any, seed: int) -> None:
-    assert three.run(3, interleaved, program, seed) == [[], [], []]
+def test_any_interleaving_whatever_the_timing(three: RankPool, program: Any, seed: int) -> None:
+    assert three.run(interleaved, (program, seed), DEADLINE_S) == [[], [], []]
 
 
 def overlapped(world: World) -> tuple[float, float | None]:
@@ -184,17 +185,13 @@ def killed(world: World, size: int, when: str) -> None:
 @pytest.mark.parametrize(
     ("size", "when"), [(5, "before"), (300_000, "before"), (300_000, "midway")]
 )
-def test_survivors_of_a_killed_member_know_within_two_seconds(size: int, when: str) -> None:
-    pools = Ranks()
-    try:
-        with pytest.raises(RankFailed) as failure:
-            pools.run(3, killed, size, when)
-    finally:
-        pools.close()
+def test_survivors_of_a_killed_member_know_before_the_deadline(size: int, when: str) -> None:
+    with pytest.raises(RankFailed) as failure:
+        Ranks().run(3, killed, size, when)
     what = re.escape(f"all_reduce(sum) of {size} float32 of ranks [0, 1, 2] lost rank 1: it died")
     found = re.findall(rf"survivor (\d) after ([\d.]+) s: {what}", str(failure.value))
     assert {rank for rank, _ in found} == {"0", "2"}
-    assert all(float(took_s) < 2.0 for _, took_s in found)
+    assert all(float(took_s) < 50.0 for _, took_s in found)  # their deadline is 100 s
 
 
 def forgotten(world: World) -> None:
@@ -207,12 +204,8 @@ def forgotten(world: World) -> None:
 
 
 def test_a_member_that_drops_its_group_is_named() -> None:
-    pools = Ranks()
-    try:
-        with pytest.raises(RankFailed, match=r"lost rank 1: it closed the group"):
-            pools.run(2, forgotten)
-    finally:
-        pools.close()
+    with pytest.raises(RankFailed, match=r"lost rank 1: it closed the group"):
+        Ranks().run(2, forgotten)
 
 
 def disagreeing(world: World, sizes: tuple[int, ...]) -> str:

@@ -539,7 +539,7 @@ def die_or_survive(world: World, dying: int, moment: str) -> None:
     start_s = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         talk_until_lost(transport, peer, moment)
-    assert time.monotonic() - start_s < 2
+    assert time.monotonic() - start_s < 20  # not at the deadline of 30 s
     assert kept.unique().tolist() == [7.0]
     transport.close()
     del kept
@@ -549,22 +549,18 @@ def die_or_survive(world: World, dying: int, moment: str) -> None:
 
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_kill_is_peer_lost_for_the_one_who_waits(dying: int) -> None:
-    pool = Ranks()
     expected = (
         rf"survived: rank {dying} is gone \(.*\) while rank {1 - dying} awaited the gradient of "
         r"microbatch 3"
     )
     with pytest.raises(RankFailed, match=expected):
-        pool.run(2, die_or_survive, dying, "wait")
-    pool.close()
+        Ranks().run(2, die_or_survive, dying, "wait")
 
 
 def test_a_kill_is_peer_lost_for_the_one_who_sends() -> None:
-    pool = Ranks()
     expected = r"survived: rank 1 is gone \(.*\) while rank 0 sent a message of kind 'forward'"
     with pytest.raises(RankFailed, match=expected):
-        pool.run(2, die_or_survive, 1, "send")
-    pool.close()
+        Ranks().run(2, die_or_survive, 1, "send")
 
 
 def die_before_connecting(world: World) -> None:
@@ -575,10 +571,8 @@ def die_before_connecting(world: World) -> None:
 
 
 def test_a_rank_that_never_connects_is_named() -> None:
-    pool = Ranks()
     with pytest.raises(RankFailed, match=r"PeerLost: rank 0 waited 1 s for ranks \[1\] of this"):
-        pool.run(2, die_before_connecting)
-    pool.close()
+        Ranks().run(2, die_before_connecting)
 
 
 def test_a_listener_that_is_gone_is_named() -> None:

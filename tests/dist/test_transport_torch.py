@@ -160,7 +160,7 @@ def die_or_survive(world: World, moment: str) -> None:
     start_s = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         talk_until_lost(transport, moment)
-    assert time.monotonic() - start_s < 2
+    assert time.monotonic() - start_s < 20  # not at the deadline of 30 s
     assert kept.unique().tolist() == [7.0]
     transport.close()
     assert threading.active_count() == 1
@@ -180,10 +180,8 @@ def talk_until_lost(transport: TorchTransport, moment: str) -> None:
     [("wait", "awaited the gradient of microbatch 3"), ("send", "sent a message of kind")],
 )
 def test_a_kill_is_peer_lost(moment: str, doing: str) -> None:
-    pool = Ranks()
     with pytest.raises(RankFailed, match=rf"survived: rank 1 is gone \(.*\) while rank 0 {doing}"):
-        pool.run(2, die_or_survive, moment)
-    pool.close()
+        Ranks().run(2, die_or_survive, moment)
 
 
 def send_garbage(world: World) -> str:
