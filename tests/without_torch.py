@@ -20,6 +20,7 @@ class WithoutTorch:
 
     def __init__(self) -> None:
         self._others: dict[str, ModuleType] = {}
+        self.refused: list[str] = []
 
     def __enter__(self) -> None:
         assert self not in sys.meta_path, "entered twice, it would bring torch back"
@@ -33,6 +34,7 @@ class WithoutTorch:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Refuse torch; leave everything else to the finders of Python."""
         if name.partition(".")[0] == "torch":
+            self.refused.append(name)
             raise ModuleNotFoundError(f"{name}: the deciding half must do without torch", name=name)
 
     def _exchange(self) -> None:

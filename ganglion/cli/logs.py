@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import TextIO
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def log_to_screen(level: str, stream: TextIO = sys.stderr) -> None:
-    """Show records of at least `level`."""
+def log_to_screen(level: str, stream: TextIO | None = None) -> None:
+    """Show records of at least `level`, on the error output if no stream is given."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     # On the handler, not on the logger: the rank's file takes more than the screen.

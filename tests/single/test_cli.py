@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 import ganglion as package
-from tests.command import TINY, environment, ganglion
+from tests.answers import TorchlessCommand, ganglion
+from tests.command import TINY
+from tests.command import ganglion as started
 
-NO_TORCH = """
-import sys
-import ganglion.cli.main as cli
-sys.argv = ["ganglion", *{arguments!r}]
-try:
-    cli.main()
-except SystemExit as end:
-    assert (end.code or 0) == {code}, end.code
-assert "torch" not in sys.modules, "torch was imported"
-"""
+torchless = TorchlessCommand()
 
 
 @pytest.mark.parametrize(
@@ -42,15 +33,8 @@ assert "torch" not in sys.modules, "torch was imported"
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_answers_without_torch(arguments: list[str], code: int, tmp_path: Path) -> None:
-    script = NO_TORCH.format(arguments=arguments, code=code)
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-    )
-    assert result.returncode == 0, result.stderr
+    result = torchless(*arguments, cwd=tmp_path)
+    assert result.returncode == code, result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -63,8 +47,8 @@ def test_schedule_prints_json(tmp_path: Path) -> None:
     assert figures["order"] == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 
 
-def test_version(tmp_path: Path) -> None:
-    assert ganglion("--version", cwd=tmp_path).stdout == f"ganglion {package.__version__}\n"
+def test_version_of_the_module_as_it_is_started(tmp_path: Path) -> None:
+    assert started("--version", cwd=tmp_path).stdout == f"ganglion {package.__version__}\n"
 
 
 def test_printed_config_can_be_used(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from ganglion.config import (
 )
 from ganglion.config.resolve import resolve
 from ganglion.plan import Plan
-from tests.command import environment
-from tests.command import ganglion as started
+from tests.answers import TorchlessCommand
+from tests.answers import ganglion as answer
 
 RUN = """
 [model]
@@ -59,7 +58,7 @@ bandwidth_gbps = 10
 
 def ganglion(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run `ganglion memory`, which must end with `code`."""
-    result = started("memory", *words, cwd=cwd)
+    result = answer("memory", *words, cwd=cwd)
     assert result.returncode == code, result.stdout + result.stderr
     return result
 
@@ -190,25 +189,9 @@ def test_bad_values_end_in_one_line_and_code_2(folder: Path, words: list[str], t
 
 
 def test_torch_is_not_imported(folder: Path) -> None:
-    script = """
-import sys
-import ganglion.cli.main as cli
-words = ["memory", "run.toml", "--cluster", "summit", "--model.layers", "96"]
-sys.argv = ["ganglion", *words, "--parallel.pipe", "32", "--parallel.data", "8",
-            "--train.global_batch_size", "4096"]
-try:
-    cli.main()
-except SystemExit as end:
-    assert not end.code, end.code
-assert "torch" not in sys.modules, "torch was imported"
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(),
-    )
+    words = ["memory", "run.toml", "--cluster", "summit", "--model.layers", "96"]
+    layout = ["--parallel.pipe", "32", "--parallel.data", "8", "--train.global_batch_size", "4096"]
+    result = TorchlessCommand()(*words, *layout, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from ganglion.plan import Plan
-from tests.command import environment
-from tests.command import ganglion as started
+from tests.answers import TorchlessCommand
+from tests.answers import ganglion as answer
 
 RUN = """
 [model]
@@ -54,7 +53,7 @@ microbatch_size = 2
 
 def ganglion(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a command that must end with `code`."""
-    result = started(*words, cwd=cwd)
+    result = answer(*words, cwd=cwd)
     assert result.returncode == code, result.stdout + result.stderr
     return result
 
@@ -229,29 +228,14 @@ def test_bad_values_end_in_one_line_and_code_2(folder: Path, words: list[str], t
 
 
 def test_predictions_do_not_import_torch(folder: Path) -> None:
-    script = """
-import sys
-import ganglion.cli.main as cli
-for words in (
-    ["schedule", "zbv", "--stages", "8", "--microbatches", "32", "--svg", "p.svg"],
-    ["simulate", "run.toml", "--cluster", "summit", "--trace", "t.jsonl"],
-    ["trace", "t.jsonl"],
-):
-    sys.argv = ["ganglion", *words]
-    try:
-        cli.main()
-    except SystemExit as end:
-        assert not end.code, end.code
-    assert "torch" not in sys.modules, f"torch was imported by {words}"
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(),
-    )
-    assert result.returncode == 0, result.stderr
+    torchless = TorchlessCommand()
+    for words in (
+        ["schedule", "zbv", "--stages", "8", "--microbatches", "32", "--svg", "p.svg"],
+        ["simulate", "run.toml", "--cluster", "summit", "--trace", "t.jsonl"],
+        ["trace", "t.jsonl"],
+    ):
+        result = torchless(*words, cwd=folder)
+        assert result.returncode == 0, result.stderr
 
 
 def test_simulate_tells_what_averaging_costs(tmp_path: Path) -> None:
