@@ -99,7 +99,7 @@ def named(value: Any) -> str:
 
 
 def unfolded(value: Any) -> Factors:
-    """Return the factors of a record or a mapping; {} for what is but one.
+    """Return the factors of a record or a mapping, and of those in it; {} for what is but one.
 
     Of a layout it counts which axes are split and how wide the widest is, not each size of each
     axis: else a table of layouts would stay nearly whole.
@@ -108,8 +108,11 @@ def unfolded(value: Any) -> Factors:
     if fields is None:
         return {}
     sizes = {axis: fields[axis] for axis in AXES if fields.get(axis, 1) > 1}
-    others = {str(key): _hashable(part) for key, part in fields.items() if key not in AXES}
-    return {**others, **dict.fromkeys(sizes, True), "widest": max(sizes.values(), default=1)}
+    found = {**dict.fromkeys(sizes, True), "widest": max(sizes.values(), default=1)}
+    for key, part in fields.items():
+        if key not in AXES:
+            found.update(_under(key, unfolded(part) or {"": _hashable(part)}))
+    return found
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def _cells(key: str, column: Column) -> list[_Cell]:
 def _cell(argument: str, value: Any, column: Values) -> _Cell:
     name = (column.name or named)(value)
     factors = (column.unfold or unfolded)(value) or {"": name}
-    return _Cell((value,), name, {f"{argument} {key}": part for key, part in factors.items()})
+    return _Cell((value,), name, _under(argument, factors))
 
 
 def _joined(parts: Iterable[_Cell]) -> _Cell:
@@ -155,6 +158,10 @@ def _fields(value: Any) -> Mapping[Any, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
+
+
+def _under(name: Any, factors: Factors) -> Factors:
+    return {f"{name} {key}".strip(): part for key, part in factors.items()}
 
 
 def _hashable(value: Any) -> Hashable:

@@ -95,6 +95,12 @@ def test_a_layout_counts_its_split_axes_and_its_widest() -> None:
     assert factors["recompute"] == "full"
     assert "y" not in factors
     assert unfolded({"pipe": 2, "on": [1]}) == {"pipe": True, "on": "[1]", "widest": 2}
+    inside = unfolded({"model": "gpt", "plan": Plan(pipe=2)})
+    assert (inside["model"], inside["plan pipe"], inside["plan schedule"]) == (
+        "gpt",
+        True,
+        "one_f_one_b",
+    )
 
 
 def test_a_name_that_differs_between_processes_is_refused() -> None:

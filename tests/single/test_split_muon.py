@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -17,9 +18,10 @@ from ganglion.tensor.pieces import cut_out
 from ganglion.topology import Mesh, Placement, Shard
 from ganglion.trace import Recorder
 from ganglion.train.split_muon import SplitMatrices, over_pieces
+from tests.covering import cells
 from tests.pipelines import delayed, plan_for
 from tests.serial import TOLERANCE, History, assert_same_by_name
-from tests.tensors import SETTINGS, Held, assert_same_bits, factorizations, named, whole
+from tests.tensors import SETTINGS, Held, assert_same_bits, factorizations, whole
 from tests.training import (
     MUON,
     Case,
@@ -31,7 +33,7 @@ from tests.training import (
 )
 
 pytestmark = pytest.mark.timeout(120)
-CASE = Case(model="wide_gpt", optimizer="muon", max_grad_norm=0.5)
+CASE = Case(model="wide_gpt", optimizer="muon", max_grad_norm=0.5, num_steps=2)
 
 
 def train(plan: Plan, case: Case) -> list[Held]:
@@ -57,20 +59,26 @@ def is_split(plan: Plan) -> bool:
 LAYOUTS = [p for n in (2, 4) for p in factorizations(n) if is_split(p)]
 
 
-@pytest.mark.parametrize("plan", [*LAYOUTS, Plan(x=2, y=2, z=2)], ids=named)
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied", "wide_mlp"])
+@functools.cache
+def serial(case: Case) -> History:
+    return train_serial(case)
+
+
+@cells(plan=[*LAYOUTS, Plan(x=2, y=2, z=2)], model=["wide_gpt", "wide_tied", "wide_mlp"])
 def test_every_layout_equals_the_serial_muon(plan: Plan, model: str) -> None:
     case = dataclasses.replace(CASE, model=model)
-    assert_equals(train(fit(plan, case), case), train_serial(case))
+    assert_equals(train(fit(plan, case), case), serial(case))
 
 
-@pytest.mark.parametrize("axes", [{"x": 2}, {"z": 2}, {"y": 2, "z": 2}], ids=str)
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "message_driven", "two_bw"])
+@cells(
+    schedule=["one_f_one_b", "interleaved", "message_driven", "two_bw"],
+    axes=[{"x": 2}, {"z": 2}, {"y": 2, "z": 2}],
+)
 def test_pipelines_equal_the_serial_muon(schedule: str, axes: dict[str, int]) -> None:
     case = dataclasses.replace(CASE, model="wide_gpt3", global_batch_size=16)
     shares = axes.get("z", 1)
     plan = dataclasses.replace(plan_for(case, schedule, 2, shares, 4), data=1, **axes)
-    wanted = delayed(case) if schedule == "two_bw" else train_serial(case)
+    wanted = delayed(case) if schedule == "two_bw" else serial(case)
     assert_equals(train(plan, case), wanted)
 
 
