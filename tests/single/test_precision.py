@@ -23,6 +23,7 @@ from ganglion.pipeline import Chain, WidenedCall
 from ganglion.plan import BF16_MASTER, FP16_MASTER
 from ganglion.train.pipelined import PipelineExecutor
 from ganglion.train.precision import take_masters
+from tests.covering import Values, cells
 from tests.halves import HALVES, train_in_half
 from tests.pipelines import FLUSHING, merged, plan_for, train_at_once
 from tests.serial import History, assert_same_by_name, copies
@@ -82,10 +83,10 @@ def assert_close(plan: Plan, case: Case) -> None:
 # --- one process -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compute_fp32", [False, True], ids=["half", "widened"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("optimizer", FACTORIES)
-@pytest.mark.parametrize("precision", MASTERS)
+WIDENED = Values([False, True], name=lambda widened: "widened" if widened else "half")
+
+
+@cells(precision=MASTERS, optimizer=FACTORIES, recompute=["none", "full"], compute_fp32=WIDENED)
 def test_one_process(precision: str, optimizer: str, recompute: str, compute_fp32: bool) -> None:
     case = dataclasses.replace(CASE, optimizer=optimizer)
     plan = plan_for(case, "one_f_one_b", 1, 1, 4, precision=precision, recompute=recompute)
@@ -211,8 +212,7 @@ def test_running_statistics_stay_wide_and_frozen_weights_get_no_master(
 # --- layouts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", FLUSHING)
-@pytest.mark.parametrize("precision", MASTERS)
+@cells(precision=MASTERS, schedule=FLUSHING)
 def test_flushing_pipelines(precision: str, schedule: str) -> None:
     assert_same_bits(plan_for(CASE, schedule, 2, 1, 4, precision=precision), CASE)
 
@@ -223,9 +223,7 @@ def test_replicas_and_depth(schedule: str, pipe: int, data: int) -> None:
     assert_same_bits(plan_for(CASE, schedule, pipe, data, 4, precision=BF16_MASTER), CASE)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("pipe", [1, 2, 3])
-@pytest.mark.parametrize("precision", MASTERS)
+@cells(precision=MASTERS, pipe=[1, 2, 3], recompute=["none", "full"])
 def test_two_bw_with_its_delay(precision: str, pipe: int, recompute: str) -> None:
     plan = plan_for(CASE, "two_bw", pipe, 1, 4, precision=precision, recompute=recompute)
     assert_same_bits(plan, CASE)
@@ -249,20 +247,17 @@ def test_tied_embeddings(precision: str, schedule: str) -> None:
     assert_moved_alike(found.weights, twin(plan, case).weights, case, SHARE[precision])
 
 
-@pytest.mark.parametrize("compute_fp32", [False, True], ids=["half", "widened"])
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"x": 2},
-        {"y": 2},
-        {"z": 2},
-        {"x": 2, "z": 2},
-        {"z": 2, "pipe": 2, "recompute": "full"},
-        {"x": 2, "pipe": 2, "schedule": "two_bw"},
-    ],
-    ids=lambda axes: "-".join(map(str, axes.values())),
-)
-@pytest.mark.parametrize("precision", MASTERS)
+AXES: list[dict[str, object]] = [
+    {"x": 2},
+    {"y": 2},
+    {"z": 2},
+    {"x": 2, "z": 2},
+    {"z": 2, "pipe": 2, "recompute": "full"},
+    {"x": 2, "pipe": 2, "schedule": "two_bw"},
+]
+
+
+@cells(precision=MASTERS, axes=AXES, compute_fp32=WIDENED)
 def test_tensor_axes(precision: str, axes: dict[str, object], compute_fp32: bool) -> None:
     case = dataclasses.replace(CASE, model="wide_gpt", num_steps=3, max_grad_norm=0.5)
     plan = Plan(**axes, precision=precision, compute_fp32=compute_fp32, num_microbatches=4)  # type: ignore[arg-type]
