@@ -60,6 +60,11 @@ class Values:
     unfold: Callable[[Any], Factors] | None = None
 
 
+def by_name(table: Mapping[str, Any]) -> Values:
+    """Return the names of a table as values that count as the records they stand for."""
+    return Values(table, unfold=lambda name: unfolded(table[name]))
+
+
 Column = Iterable[Any] | Values
 
 

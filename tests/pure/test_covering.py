@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ganglion.plan import Plan
-from tests.covering import Factors, Values, cells, covering, named, unfolded
+from tests.covering import Factors, Values, by_name, cells, covering, named, unfolded
 
 LAYOUTS = [
     Plan(x=x, y=y, z=z) for x, y, z in product((1, 2, 4, 8), repeat=3) if x * y * z in (2, 4, 8)
@@ -87,6 +87,13 @@ def test_values_with_a_name_and_factors_of_their_own() -> None:
     always, rows = params(cells(n=sizes, on=[True, False]))
     assert always == ["n0-True", "n0-False", "n1-True", "n1-False"]
     assert len(rows) == 16
+
+
+def test_names_stand_for_records() -> None:
+    table = {"flat": Plan(x=2), "deep": Plan(pipe=2), "both": Plan(x=2, pipe=2)}
+    always, rows = params(cells(layout=by_name(table), model=["gpt", "tied"]))
+    assert [row.values[0] for row in rows[::2]] == ["flat", "deep", "both"]
+    assert len(always) < len(rows)
 
 
 def test_a_layout_counts_its_split_axes_and_its_widest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -15,14 +16,19 @@ from ganglion.comm import World, run_threads
 from ganglion.errors import ConfigError, NotBuiltError
 from ganglion.models import cross_entropy
 from ganglion.train.averaged import AveragingSettings
-from tests.averaged import assert_equals, train_averaged, train_workers
+from tests.averaged import assert_equals, train_averaged
+from tests.averaged import train_workers as written_out
+from tests.covering import cells
 from tests.serial import copies
 from tests.tensors import SETTINGS
 from tests.training import Case
 
-CASE = Case(model="wide_gpt", num_steps=5, global_batch_size=8, max_grad_norm=0.3)
+CASE = Case(model="wide_mlp", num_steps=5, global_batch_size=8, max_grad_norm=0.3)
 LAYOUTS = [{}, {"x": 2}, {"z": 2}, {"y": 2, "z": 2}]
 pytestmark = pytest.mark.timeout(120)
+
+
+train_workers = functools.cache(written_out)
 
 
 def planned(method: str, case: Case, **axes: object) -> Plan:
@@ -35,8 +41,7 @@ def with_tau(tau: int, **more: object) -> Case:
     return dataclasses.replace(CASE, averaging=AveragingSettings(tau=tau, **more))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("tau", [1, 2])
+@cells(axes=LAYOUTS, tau=[1, 2])
 def test_workers_without_a_pipeline(axes: dict[str, int], tau: int) -> None:
     case = with_tau(tau, alpha=0.3)
     plan = planned("sync_easgd", case, **axes)
@@ -55,7 +60,7 @@ def test_workers_without_a_pipeline(axes: dict[str, int], tau: int) -> None:
     ],
 )
 def test_a_worker_may_be_a_pipeline_of_split_layers(schedule: str, axes: dict[str, int]) -> None:
-    case = with_tau(2, beta=0.8)
+    case = dataclasses.replace(with_tau(2, beta=0.8), model="wide_gpt")
     plan = planned("sync_easgd", case, pipe=2, schedule=schedule, **axes)
     found = run_threads(plan.mesh(), lambda world: train_averaged(world, plan, case))
     assert_equals(found, train_workers(case, 2, tau=2, alpha=0.4))
@@ -68,8 +73,7 @@ def test_a_weight_that_two_stages_of_a_rank_share() -> None:
     assert_equals(found, train_workers(case, 2, tau=1, alpha=0.25))
 
 
-@pytest.mark.parametrize("axes", [{}, {"pipe": 2}, {"z": 2}], ids=str)
-@pytest.mark.parametrize("tau", [1, 2])
+@cells(axes=[{}, {"pipe": 2}, {"z": 2}], tau=[1, 2])
 def test_local_sgd_goes_to_the_mean(axes: dict[str, int], tau: int) -> None:
     case = with_tau(tau)
     plan = planned("local_sgd", case, **axes)
@@ -77,26 +81,23 @@ def test_local_sgd_goes_to_the_mean(axes: dict[str, int], tau: int) -> None:
     assert_equals(found, train_workers(case, 2, tau=tau, alpha=None))
 
 
-@pytest.mark.parametrize("axes", [{}, {"pipe": 2}, {"z": 2}], ids=str)
-@pytest.mark.parametrize(
-    ("method", "outer", "given"),
-    [
-        ("slow_momentum", slow_momentum(), {}),
-        ("slow_momentum", slow_momentum(0.8, 0.3), {"outer_lr": 0.8, "outer_momentum": 0.3}),
-        ("diloco", diloco(), {}),
-    ],
-)
-def test_an_outer_optimizer_moves_the_centre(
-    axes: dict[str, int], method: str, outer: OuterFactory, given: dict[str, float]
-) -> None:
+OUTERS: dict[str, tuple[str, OuterFactory, dict[str, float]]] = {
+    "slow_momentum": ("slow_momentum", slow_momentum(), {}),
+    "slower": ("slow_momentum", slow_momentum(0.8, 0.3), {"outer_lr": 0.8, "outer_momentum": 0.3}),
+    "diloco": ("diloco", diloco(), {}),
+}
+
+
+@cells(name=OUTERS, axes=[{}, {"pipe": 2}, {"z": 2}])
+def test_an_outer_optimizer_moves_the_centre(name: str, axes: dict[str, int]) -> None:
+    method, outer, given = OUTERS[name]
     case = with_tau(2, **given)
     plan = planned(method, case, **axes)
     found = run_threads(plan.mesh(), lambda world: train_averaged(world, plan, case))
     assert_equals(found, train_workers(case, 2, tau=2, alpha=None, outer=outer))
 
 
-@pytest.mark.parametrize("axes", [{}, {"pipe": 2}, {"x": 2}, {"pipe": 2, "z": 2}], ids=str)
-@pytest.mark.parametrize("tau", [1, 2])
+@cells(axes=[{}, {"pipe": 2}, {"x": 2}, {"pipe": 2, "z": 2}], tau=[1, 2])
 def test_original_easgd_has_one_order_and_thus_one_result(axes: dict[str, int], tau: int) -> None:
     """The same server, wire and worker as Async EASGD, whose order is that of arrival."""
     case = with_tau(tau, alpha=0.3)
@@ -106,21 +107,19 @@ def test_original_easgd_has_one_order_and_thus_one_result(axes: dict[str, int], 
     assert_equals(found, expected, drifts=True)
 
 
-@pytest.mark.parametrize("axes", [{}, {"pipe": 2}, {"z": 2}], ids=str)
-@pytest.mark.parametrize(
-    ("method", "given"),
-    [
-        ("async_easgd", {"alpha": 0.4}),
-        ("async_measgd", {"alpha": 0.4}),
-        ("hogwild_easgd", {"alpha": 0.4}),
-        ("async_sgd", {"outer": local_sgd()}),
-        ("hogwild_sgd", {"outer": local_sgd()}),
-        ("async_msgd", {"outer": slow_momentum(1.0, 0.9)}),  # v = 0.9 v + update, c += v
-    ],
-)
-def test_one_worker_alone_has_one_order(
-    method: str, given: dict[str, Any], axes: dict[str, int]
-) -> None:
+ALONE: dict[str, dict[str, Any]] = {
+    "async_easgd": {"alpha": 0.4},
+    "async_measgd": {"alpha": 0.4},
+    "hogwild_easgd": {"alpha": 0.4},
+    "async_sgd": {"outer": local_sgd()},
+    "hogwild_sgd": {"outer": local_sgd()},
+    "async_msgd": {"outer": slow_momentum(1.0, 0.9)},  # v = 0.9 v + update, c += v
+}
+
+
+@cells(method=ALONE, axes=[{}, {"pipe": 2}, {"z": 2}])
+def test_one_worker_alone_has_one_order(method: str, axes: dict[str, int]) -> None:
+    given = ALONE[method]
     alpha = given.get("alpha")
     case = with_tau(2, alpha=alpha)
     plan = dataclasses.replace(planned(method, case, **axes), data=1, microbatch_size=2)
@@ -129,8 +128,7 @@ def test_one_worker_alone_has_one_order(
     assert_equals(found, train_workers(case, 1, tau=2, alpha=alpha, outer=given.get("outer")))
 
 
-@pytest.mark.parametrize("method", ["async_sgd", "async_msgd", "async_easgd", "hogwild_sgd"])
-@pytest.mark.parametrize("axes", [{}, {"pipe": 2}], ids=str)
+@cells(method=["async_sgd", "async_msgd", "async_easgd", "hogwild_sgd"], axes=[{}, {"pipe": 2}])
 def test_workers_without_an_order_see_one_centre(method: str, axes: dict[str, int]) -> None:
     case = with_tau(1)
     plan = planned(method, case, **axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -16,6 +17,7 @@ from ganglion.errors import CheckpointError, ConfigError
 from ganglion.topology import Mesh
 from tests.averages import (
     LR,
+    Trained,
     assert_same_bits,
     copies,
     make_model,
@@ -44,11 +46,16 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+@functools.cache
+def unbroken(name: str) -> list[Trained]:
+    return train_threads(3, 13, optimizer_of=momentum_sgd, dtype=torch.float32, **CASES[name])
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("saved_after", [4, 5, 6])
 def test_a_resumed_run_has_every_bit_of_an_unbroken_one(name: str, saved_after: int) -> None:
     wishes = CASES[name]
-    wanted = train_threads(3, 13, optimizer_of=momentum_sgd, dtype=torch.float32, **wishes)
+    wanted = unbroken(name)
 
     def save(world: World) -> Any:
         model = make_model(torch.float32)

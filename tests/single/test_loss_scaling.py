@@ -18,6 +18,7 @@ from ganglion.plan import FP16_MASTER
 from ganglion.schedules.loss_scale import LossScale
 from ganglion.train import Run, StepResult
 from ganglion.train.verdict import Judge
+from tests.covering import by_name, cells
 from tests.halves import Scale, train_in_half
 from tests.pipelines import plan_for
 from tests.serial import assert_same_by_name, copies
@@ -90,8 +91,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("max_grad_norm", "value"), [(0.0, math.inf), (0.5, math.nan)])
-@pytest.mark.parametrize("where", LAYOUTS)
+WHERE = by_name({name: plan for name, (plan, _) in LAYOUTS.items()})
+
+
+@cells({"max_grad_norm, value": [(0.0, math.inf), (0.5, math.nan)]}, where=WHERE)
 def test_one_rank_overflows_and_all_skip(where: str, max_grad_norm: float, value: float) -> None:
     plan, victim = LAYOUTS[where]
     model = "wide_gpt" if plan.x * plan.z > 1 else "gpt"
@@ -145,9 +148,7 @@ def skipping_loop() -> dict[str, Tensor]:
     return history.weights
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
-@pytest.mark.parametrize("pipe", [1, 2])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+@cells(schedule=["one_f_one_b", "two_bw"], pipe=[1, 2], max_grad_norm=[0.0, 0.5])
 def test_scales_and_weights_of_true_overflows(
     monkeypatch: pytest.MonkeyPatch, schedule: str, pipe: int, max_grad_norm: float
 ) -> None:

@@ -17,12 +17,13 @@ from ganglion.comm import World, run_threads
 from ganglion.errors import ConfigError, GanglionError
 from ganglion.pipeline import Chain, Stage, StageSettings, WeightStore, defer_weight_gradients
 from ganglion.topology import Mesh
+from tests.covering import cells
 from tests.pipelines import CASE, FLUSHING, merged, plan_for, train_at_once
 from tests.serial import Batch, History, assert_same_by_name, copies
 from tests.training import OPTIMIZERS, Case, share_of
 
 SCHEDULES = (*FLUSHING, "two_bw", "stash")
-SHORT = dataclasses.replace(CASE, num_steps=4, global_batch_size=8)
+SHORT = dataclasses.replace(CASE, num_steps=3, global_batch_size=8)
 
 
 def trained(plan: Plan, case: Case) -> History:
@@ -40,22 +41,20 @@ def assert_recompute_changes_nothing(plan: Plan, case: Case) -> None:
     assert_same_history(trained(again, case), trained(plan, case))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize(
-    ("schedule", "pipe"),
-    [
-        *((schedule, pipe) for schedule in SCHEDULES for pipe in (2, 3)),
-        *((schedule, 1) for schedule in ("one_f_one_b", "two_bw", "stash")),
-    ],
-)
+PIPELINES = [
+    *((schedule, pipe) for schedule in SCHEDULES for pipe in (2, 3)),
+    *((schedule, 1) for schedule in ("one_f_one_b", "two_bw", "stash")),
+]
+
+
+@cells({"schedule, pipe": PIPELINES}, dtype=[torch.float64, torch.float32])
 def test_equal_to_the_bit(schedule: str, pipe: int, dtype: torch.dtype) -> None:
     clip = 0.0 if schedule == "stash" else 0.3
     case = dataclasses.replace(SHORT, dtype=dtype, max_grad_norm=clip)
     assert_recompute_changes_nothing(plan_for(case, schedule, pipe, 1, 4), case)
 
 
-@pytest.mark.parametrize("model", ["tied", "conv", "mlp"])
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble", "two_bw"])
+@cells(model=["tied", "conv", "mlp"], schedule=["one_f_one_b", "zero_bubble", "two_bw"])
 def test_other_models_are_equal_too(model: str, schedule: str) -> None:
     case = dataclasses.replace(SHORT, model=model, dtype=torch.float32)
     assert_recompute_changes_nothing(plan_for(case, schedule, 2, 1, 4), case)

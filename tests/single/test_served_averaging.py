@@ -666,10 +666,10 @@ def test_nobody_waits_for_ever() -> None:
 
 
 def test_a_replay_that_cannot_go_on_names_whom_it_waits_for() -> None:
-    bench = Bench(order=[Event(JOIN, 0), Event(EXCHANGE, 1)], timeout_s=1.0)
+    bench = Bench(order=[Event(JOIN, 0), Event(EXCHANGE, 1)], timeout_s=0.5)
 
     def script(bench: Bench) -> None:
-        link = bench.link(0, timeout_s=3.0)
+        link = bench.link(0, timeout_s=1.5)
         link.join()
         with pytest.raises(PeerLost):
             push(link, 1.0)

@@ -25,6 +25,7 @@ from ganglion.models import build_model, cross_entropy
 from ganglion.tensor import TensorSettings
 from ganglion.topology import Mesh, Placement
 from ganglion.trace import Event, Recorder
+from tests.covering import Values, cells
 from tests.tensors import SETTINGS
 
 # Widths that 2, 3 and 4 divide, also two at a time.
@@ -194,7 +195,7 @@ def named(layout: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in layout.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=named)
+@cells(layout=Values(LAYOUTS, name=named))
 def test_products_move_what_the_equations_say(layout: dict[str, int]) -> None:
     plan = plan_of(layout)
     everybody = check(plan, Repeats.of_step(2))

@@ -26,6 +26,7 @@ from ganglion.models import (
 from ganglion.models.layer_defaults import torch_defaults
 from ganglion.topology import Launch
 from ganglion.train import Run, build_blocks, build_job
+from tests.covering import Values, by_name, cells
 from tests.serial import History, assert_same_by_name
 from tests.tensors import Held, whole
 from tests.training import OPTIMIZERS, SHAPES, Case, make_batches, share_of
@@ -45,6 +46,10 @@ LAYOUTS = {
     "pipe2-two_bw": Plan(pipe=2, num_microbatches=2, schedule="two_bw"),
 }
 MODELS = ["wide_gpt", "wide_tied", "wide_mlp", "wide_conv"]
+
+
+def some_of(*names: str) -> Values:
+    return by_name({name: LAYOUTS[name] for name in names})
 
 
 def outlined(model: str, seed: int = SEED) -> tuple[dict[str, nn.Module], InitialWeights]:
@@ -84,8 +89,7 @@ def begin(world: World, plan: Plan, model: str) -> Held:
     return Held(History(weights=weights), run.placements(), world.coordinates, world.mesh)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@cells(layout=by_name(LAYOUTS), model=MODELS)
 def test_every_layout_begins_with_the_weights_of_one_process(layout: str, model: str) -> None:
     plan = LAYOUTS[layout]
     held = run_threads(plan.mesh(), lambda world: begin(world, plan, model))
@@ -127,8 +131,10 @@ def largest_made(world: World, plan: Plan, model: str) -> int:
     return largest.num_elements
 
 
-@pytest.mark.parametrize("layout", ["x2", "y2", "z2", "x2-y2", "x2-y2-z2", "pipe2-z2"])
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied", "wide_gpt3"])
+@cells(
+    layout=some_of("x2", "y2", "z2", "x2-y2", "x2-y2-z2", "pipe2-z2"),
+    model=["wide_gpt", "wide_tied", "wide_gpt3"],
+)
 def test_no_rank_makes_a_whole_matrix(layout: str, model: str) -> None:
     plan = LAYOUTS[layout]
     matrices = [t.numel() for t in serial_weights(model).values() if t.ndim > 1]
@@ -179,9 +185,11 @@ def train(world: World, plan: Plan, case: Case, by_shard: bool, with_sample: boo
     return history
 
 
-@pytest.mark.parametrize("layout", ["one", "x2-y2", "z2", "pipe2", "pipe2-z2", "pipe2-two_bw"])
-@pytest.mark.parametrize("model", ["wide_gpt", "wide_tied"])
-@pytest.mark.parametrize("with_sample", [False, True], ids=["guessed", "measured"])
+@cells(
+    layout=some_of("one", "x2-y2", "z2", "pipe2", "pipe2-z2", "pipe2-two_bw"),
+    model=["wide_gpt", "wide_tied"],
+    with_sample=Values([False, True], name=lambda measured: "measured" if measured else "guessed"),
+)
 def test_training_goes_on_as_from_a_whole_model(layout: str, model: str, with_sample: bool) -> None:
     """Also after blocks were measured: what they were lent for it leaves no trace."""
     plan = LAYOUTS[layout]
