@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from tests.without_torch import WithoutTorch
+from tests.absent import without_torch
 
 
 def ganglion(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -44,7 +44,7 @@ class TorchlessCommand:
     """
 
     def __init__(self) -> None:
-        self._apart = WithoutTorch()
+        self._apart = without_torch()
 
     def __call__(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         with self._apart:

@@ -6,9 +6,9 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.without_torch import WithoutTorch
+from tests.absent import without_torch
 
-APART = WithoutTorch()
+APART = without_torch()
 
 
 @pytest.hookimpl(wrapper=True)

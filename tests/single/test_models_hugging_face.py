@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from ganglion.models.hugging_face import (
     hugging_face_state_dict,
 )
 from ganglion.train.peak import count_flops
-from tests.command import environment
+from tests.absent import Absent
 from tests.hugging_face import Logits
 from tests.serial import assert_same_by_name, copies, train_serially
 
@@ -380,6 +379,9 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
 
 
 def test_transformers_is_imported_only_when_used() -> None:
-    code = "import sys, ganglion.models, ganglion.models.hugging_face, ganglion.train"
-    check = "assert not {'transformers', 'tokenizers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True, env=environment())
+    apart = Absent("transformers", "tokenizers")
+    with apart:
+        import ganglion.models
+        import ganglion.models.hugging_face
+        import ganglion.train  # noqa: F401
+    assert not apart.refused

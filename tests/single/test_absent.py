@@ -1,4 +1,4 @@
-"""torch is put aside for the tests of the deciding half and comes back as it was."""
+"""What is put aside, as torch is for the tests of the deciding half, comes back as it was."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import ganglion.comm.local
-from tests.without_torch import WithoutTorch
+from tests.absent import Absent, without_torch
 
 
 def test_every_module_comes_back_the_same() -> None:
     before = dict(sys.modules)
-    with WithoutTorch():
+    with without_torch():
         assert "torch" not in sys.modules
         assert "ganglion" not in sys.modules
     assert all(sys.modules[name] is module for name, module in before.items())
@@ -21,12 +21,12 @@ def test_every_module_comes_back_the_same() -> None:
 
 
 def test_inside_everything_is_imported_anew_and_torch_is_not() -> None:
-    apart, outside = WithoutTorch(), sys.modules["ganglion.topology"]
+    apart, outside = without_torch(), sys.modules["ganglion.topology"]
     with apart:
         import ganglion.topology as inside
 
         assert inside is not outside
-        with pytest.raises(ModuleNotFoundError, match="must do without torch"):
+        with pytest.raises(ModuleNotFoundError, match="torch is absent here"):
             import ganglion.comm.local  # noqa: F401
     with apart:
         import ganglion.topology as again
@@ -35,8 +35,19 @@ def test_inside_everything_is_imported_anew_and_torch_is_not() -> None:
     assert sys.modules["ganglion.topology"] is outside
 
 
+def test_whoever_asks_is_told_of_even_if_it_would_do_without() -> None:
+    apart = Absent("json.tool")
+    with apart:
+        try:
+            import json.tool
+        except ImportError:
+            import json
+    assert json.loads("1") == 1
+    assert apart.refused == ["json.tool"]
+
+
 def test_it_is_not_entered_twice() -> None:
-    apart = WithoutTorch()
+    apart = without_torch()
     with apart, pytest.raises(AssertionError, match="entered twice"), apart:
         pass
     assert sys.modules["torch"] is torch
