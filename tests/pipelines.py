@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from ganglion import Plan
 from ganglion.comm import Faults, World, run_threads
 from ganglion.models import cross_entropy
-from tests.serial import History, assert_same_history, copies, load_weights, train_delayed
+from tests.serial import (
+    History,
+    assert_same_history,
+    copies,
+    gradients_of,
+    load_weights,
+    train_delayed,
+)
 from tests.simulated import run as simulated
 from tests.training import (
     FACTORIES,
@@ -55,7 +62,7 @@ def merged(histories: list[History], plan: Plan) -> History:
         assert history.norms == histories[0].norms
         _join(whole.weights, history.weights, "")
         for step, gradients in enumerate(history.gradients):
-            _join(whole.gradients[step], gradients, f"step {step}, gradient of ")
+            _join(whole.gradients[step], gradients, gradients_of(step))
     return whole
 
 

@@ -142,7 +142,12 @@ def assert_same_gradients(
     """Compare the gradient of every parameter at every step."""
     assert len(actual) == len(expected) > 0, f"{len(actual)} steps, not {len(expected)}"
     for step, (found, wanted) in enumerate(zip(actual, expected, strict=True)):
-        assert_same_by_name(found, wanted, exactly=exactly, what=f"step {step}, gradient of ")
+        assert_same_by_name(found, wanted, exactly=exactly, what=gradients_of(step))
+
+
+def gradients_of(step: int) -> str:
+    """Say in errors what is compared."""
+    return f"step {step}, gradient of "
 
 
 def assert_same_history(found: History, expected: History, dtype: torch.dtype) -> None:

@@ -29,6 +29,7 @@ from tests.serial import (
     assert_same_by_name,
     assert_same_gradients,
     copies,
+    gradients_of,
 )
 
 # Every width divides by 8, so that any factorization of 8 ranks fits.
@@ -85,8 +86,13 @@ def _sizes(total: int, num_axes: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def whole(held: Sequence[Held], tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Put the pieces of all ranks together; ranks that hold the same must hold equal values."""
+def whole(
+    held: Sequence[Held], tensors: Sequence[Mapping[str, Tensor]], what: str = ""
+) -> dict[str, Tensor]:
+    """Put the pieces of all ranks together; ranks that hold the same must hold equal values.
+
+    `what` says in an error what the tensors are.
+    """
     found: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     for rank, mine in zip(held, tensors, strict=True):
@@ -97,16 +103,11 @@ def whole(held: Sequence[Held], tensors: Sequence[Mapping[str, Tensor]]) -> dict
             for box in placement.boxes(rank.mesh, rank.coordinates):
                 at, here = box.in_whole, box.in_piece
                 before = known[at]
-                torch.testing.assert_close(
-                    target[at][before],
-                    piece[here][before],
-                    rtol=0,
-                    atol=0,
-                    msg=lambda text, name=name: f"{name} drifts apart: {text}",
-                )
+                same = torch.equal(target[at][before], piece[here][before])
+                assert same, f"{what}{name} drifts apart"
                 target[at], known[at] = piece[here], True
     for name, known in filled.items():
-        assert bool(known.all()), f"nobody holds all of {name}"
+        assert bool(known.all()), f"nobody holds all of {what}{name}"
     return found
 
 
@@ -238,8 +239,9 @@ def assert_equals_twin(plan: Plan, task: Task) -> list[Held]:
 def assert_same_histories(held: Sequence[Held], wanted: History, dtype: torch.dtype) -> None:
     """Compare gradients and weights put together by name; losses and norms of every rank."""
     relative, absolute = TOLERANCE[dtype]
-    steps = zip(*(rank.history.gradients for rank in held), strict=True)
-    assert_same_gradients([whole(held, step) for step in steps], wanted.gradients)
+    steps = enumerate(zip(*(rank.history.gradients for rank in held), strict=True))
+    found = [whole(held, pieces, gradients_of(step)) for step, pieces in steps]
+    assert_same_gradients(found, wanted.gradients)
     for rank in held:
         assert rank.history.losses == pytest.approx(wanted.losses, rel=relative, abs=absolute)
         assert rank.history.norms == pytest.approx(wanted.norms, rel=relative, abs=absolute)
