@@ -5,8 +5,10 @@ Ranks live in sessions of their own, so the terminal's Ctrl-C does not reach the
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -16,6 +18,7 @@ import typer
 
 _STOPPING = "\nstopping after this step, with a checkpoint (again: at once)"
 _LOOK_AGAIN_S = 0.1
+_GIVE_UP_S = 10.0
 
 
 def child_processes() -> list[psutil.Process]:
@@ -56,9 +59,15 @@ def forwarded_signals(
 def _pass_on(
     find: Callable[[], list[psutil.Process]], number: signal.Signals, ended: threading.Event
 ) -> None:
-    """Send the signal once to each process, also to those that start later."""
+    """Send the signal once to each process, also to those that start later.
+
+    Who asked a second time does not wait for a launcher that waits for ranks which were killed.
+    """
     signalled: set[psutil.Process] = set()
+    end_s = time.monotonic() + _GIVE_UP_S
     while not ended.is_set():
+        if number == signal.SIGKILL and time.monotonic() > end_s:
+            os._exit(128 + signal.SIGINT)
         for process in set(find()) - signalled:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)

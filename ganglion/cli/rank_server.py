@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import NoReturn
 
 import psutil
@@ -34,6 +34,7 @@ _CAUSE_FIRST_S = 2.0
 
 def start_rank_server(module: str) -> None:
     """Start the fork server, which imports `module`, without waiting for it."""
+    resource_tracker.ensure_running()  # first: its start leaves the signals unblocked
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         multiprocessing.set_forkserver_preload([module, *_PRELOADED])
@@ -61,7 +62,7 @@ def run_rank(module: str, *arguments: str) -> None:
         _fail(LaunchError(f"the rank called sys.exit({error.code!r})"))
     except Exception as error:
         _fail(error)
-    _end_at_once_on_signals()
+    _ignore_signals()
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -88,10 +89,13 @@ def _is_consequence(error: Exception) -> bool:
     return reported or isinstance(error, PeerLost)
 
 
-def _end_at_once_on_signals() -> None:
-    """Take a late request to stop as done: this rank has finished and waits for the others."""
+def _ignore_signals() -> None:
+    """Stay, whatever request to stop comes late: this rank has finished and waits for the others.
+
+    Torch elastic waits for ever for a rank that ends before all have finished.
+    """
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: os._exit(0))
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
