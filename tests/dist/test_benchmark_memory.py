@@ -40,6 +40,7 @@ def test_state_of_both_sides(tmp_path: Path) -> None:
     assert rows["state_ratio"]["value"] == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_steps_of_both_sides(tmp_path: Path) -> None:
     _, rows = run("step", tmp_path)
     for count in (1, 2):

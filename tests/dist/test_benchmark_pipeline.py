@@ -69,6 +69,7 @@ def test_every_row_of_the_real_model_is_there(tmp_path: Path) -> None:
     assert_bars(record, rows)
 
 
+@pytest.mark.slow
 def test_every_row_of_the_sleeping_stages_is_there(tmp_path: Path) -> None:
     record = run("--part", "virtual", "--ranks", "2", folder=tmp_path)
     rows = rows_of(record, "s")
@@ -84,6 +85,7 @@ def test_every_row_of_the_sleeping_stages_is_there(tmp_path: Path) -> None:
     assert [rows[f"virtual_2_{way}"]["cap"] for way in VIRTUAL] == [2, 2, 4, 4]
 
 
+@pytest.mark.slow
 def test_every_row_with_jitter_is_there(tmp_path: Path) -> None:
     rows = rows_of(run("--part", "jitter", "--ranks", "2", folder=tmp_path), "s")
     assert set(rows) == {f"jitter_2_{way}" for way in (*VIRTUAL, "two_bw_2p")}

@@ -47,6 +47,7 @@ def test_every_row_of_the_real_model_is_there(tmp_path: Path) -> None:
     assert {(bar["row"], bar["measure"]) for bar in record["bars"]} == wanted
 
 
+@pytest.mark.slow
 def test_every_row_of_the_overlaps_is_there(tmp_path: Path) -> None:
     record, rows = run("overlap", tmp_path)
     assert tuple(rows) == OVERLAPS
