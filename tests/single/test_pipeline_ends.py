@@ -13,6 +13,7 @@ from ganglion.errors import PeerLost
 from ganglion.pipeline import Engine
 from ganglion.schedules import planned_schedule
 from ganglion.trace import Recorder
+from tests.covering import cells
 from tests.pipelines import CASE, plan_for
 from tests.training import Case, make_batches, make_run, share_of
 
@@ -28,14 +29,16 @@ def train_without_meeting(world: World, plan: Plan, case: Case) -> int:
     return sum(1 for _ in run.steps(batches))
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "message_driven", "two_bw"])
-@pytest.mark.parametrize("axes", [{}, {"x": 2}, {"z": 2}, {"data": 2}], ids=str)
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+@cells(
+    schedule=["one_f_one_b", "message_driven", "two_bw"],
+    axes=[{}, {"x": 2}, {"z": 2}, {"data": 2}],
+    max_grad_norm=[0.0, 0.5],
+)
 def test_all_groups_are_made_before_the_first_step(
     schedule: str, axes: dict[str, int], max_grad_norm: float
 ) -> None:
     """Making one waits for all ranks, of which some may wait for this one inside a layer."""
-    case = dataclasses.replace(CASE, model="wide_gpt", max_grad_norm=max_grad_norm)
+    case = dataclasses.replace(CASE, model="wide_gpt", max_grad_norm=max_grad_norm, num_steps=3)
     plan = dataclasses.replace(plan_for(case, schedule, 2, 2, 4), **{"data": 1, **axes})
     counts = run_threads(plan.mesh(), lambda world: train_without_meeting(world, plan, case))
     assert counts == [case.num_steps] * plan.num_ranks

@@ -8,6 +8,7 @@ every step, as the optimizer gets it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ganglion import parallelize
 from ganglion.comm import World, run_threads
 from ganglion.models import cross_entropy
+from tests.covering import cells
 from tests.pipelines import (
     CASE,
     FLUSHING,
@@ -30,6 +32,7 @@ from tests.pipelines import (
 from tests.serial import History, assert_same_history, copies, load_weights, train_serially
 from tests.training import (
     OPTIMIZERS,
+    Case,
     Watch,
     make_batches,
     make_model,
@@ -39,17 +42,20 @@ from tests.training import (
 )
 
 
-@pytest.mark.parametrize("schedule", FLUSHING)
-@pytest.mark.parametrize("pipe", [2, 3])
-@pytest.mark.parametrize("m", [1, 2, 8])
+@functools.cache
+def serial(case: Case) -> History:
+    return train_serial(case)
+
+
+@cells(schedule=FLUSHING, pipe=[2, 3], m=[1, 2, 8])
 def test_flushing_schedules_equal_serial(schedule: str, pipe: int, m: int) -> None:
-    assert_equals(plan_for(CASE, schedule, pipe, 1, m), CASE, train_serial(CASE))
+    assert_equals(plan_for(CASE, schedule, pipe, 1, m), CASE, serial(CASE))
 
 
 @pytest.mark.parametrize("schedule", FLUSHING)
 @pytest.mark.parametrize("m", [2, 8])
 def test_flushing_schedules_with_replicas(schedule: str, m: int) -> None:
-    assert_equals(plan_for(CASE, schedule, 2, 2, m), CASE, train_serial(CASE))
+    assert_equals(plan_for(CASE, schedule, 2, 2, m), CASE, serial(CASE))
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "message_driven", "zero_bubble"])
@@ -61,16 +67,16 @@ def test_four_stages_and_microbatches_that_do_not_fill_them(schedule: str) -> No
 @pytest.mark.parametrize("cuts", [(1,), (3,), (5,)])
 def test_uneven_cuts(cuts: tuple[int, ...]) -> None:
     plan = plan_for(CASE, "one_f_one_b", 2, 1, 4, stage_boundaries=cuts)
-    assert_equals(plan, CASE, train_serial(CASE))
+    assert_equals(plan, CASE, serial(CASE))
 
 
-@pytest.mark.parametrize(
-    "schedule", ["one_f_one_b", "zero_bubble", "zero_bubble_v", "interleaved", "message_driven"]
-)
-@pytest.mark.parametrize("data", [1, 2])
+TYING = ("one_f_one_b", "zero_bubble", "zero_bubble_v", "interleaved", "message_driven")
+
+
+@cells(schedule=TYING, data=[1, 2])
 def test_tied_embeddings_are_summed_once(schedule: str, data: int) -> None:
     case = dataclasses.replace(CASE, model="tied", max_grad_norm=0.5)
-    assert_equals(plan_for(case, schedule, 2, data, 4), case, train_serial(case))
+    assert_equals(plan_for(case, schedule, 2, data, 4), case, serial(case))
 
 
 class Scaled(nn.Module):

@@ -14,6 +14,7 @@ from ganglion.config import Override, check_plan, load_run_file, resolve
 from ganglion.errors import ConfigError
 from ganglion.models import cross_entropy
 from ganglion.pipeline import ErrorFeedback, WeightVersions
+from tests.covering import Values, cells
 from tests.pipelines import (
     CASE,
     assert_equals_delayed,
@@ -29,11 +30,13 @@ DELAYED = dataclasses.replace(CASE, num_steps=6)
 FED_BACK = dataclasses.replace(DELAYED, error_feedback=True)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("error_feedback", [False, True], ids=["plain", "error_feedback"])
-@pytest.mark.parametrize("optimizer", FACTORIES)
-@pytest.mark.parametrize("pipe", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("more", ["d", "d+1", "2d"])
+@cells(
+    optimizer=FACTORIES,
+    pipe=[2, 3, 4],
+    more=["d", "d+1", "2d"],
+    error_feedback=Values([False, True], name=lambda on: "error_feedback" if on else "plain"),
+    recompute=["none", "full"],
+)
 def test_equals_the_delay_written_out(
     optimizer: str, pipe: int, more: str, error_feedback: bool, recompute: str
 ) -> None:
