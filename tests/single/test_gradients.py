@@ -164,7 +164,9 @@ class UsedTwice(nn.Module):
     def _once(self, x: torch.Tensor) -> torch.Tensor:
         if self.reentrant is None:
             return self.shared(x)
-        return checkpoint(self.shared, x, use_reentrant=self.reentrant)
+        # Threads share torch's generator: what one of them restores would be seen by the others,
+        # which may just draw their first weights.
+        return checkpoint(self.shared, x, use_reentrant=self.reentrant, preserve_rng_state=False)
 
 
 def reduced_gradients(world: World, *, reentrant: bool | None, overlap: bool) -> torch.Tensor:
