@@ -27,8 +27,6 @@ from ganglion.cli.lifeline import end_with_parent
 from ganglion.errors import LaunchError, PeerLost, PipelineError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# torch imports the second one when the first optimizer is made.
-_PRELOADED = ("ganglion.cli.main", "torch._dynamo")
 _CAUSE_FIRST_S = 2.0
 
 
@@ -37,7 +35,7 @@ def start_rank_server(module: str) -> None:
     resource_tracker.ensure_running()  # first: its start leaves the signals unblocked
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        multiprocessing.set_forkserver_preload([module, *_PRELOADED])
+        multiprocessing.set_forkserver_preload(["ganglion.cli.rank_imports", module])
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

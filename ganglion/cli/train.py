@@ -80,6 +80,8 @@ def train_command(options: TrainOptions) -> int:
         from ganglion.cli.mpi import require_mpiexec
 
         require_mpiexec()  # before anything is written
+    if _forks_ranks(file, plan, launch):
+        start_rank_server(_RANK)  # it imports torch while the run is prepared
     if launch.rank == 0:
         warn_of_late_gradients(file, plan)
     if launch.local_rank == 0:
@@ -120,7 +122,6 @@ def _train_under_mpiexec(options: TrainOptions, file: RunFile, plan: Plan) -> tu
 
 
 def _train_in_processes(options: TrainOptions, file: RunFile, plan: Plan) -> tuple[Path, int]:
-    start_rank_server(_RANK)
     folder = prepare_folder(file, plan, _name(options), resume=options.resume)
     with forwarded_signals(find=rank_processes) as received:
         from ganglion.cli.launcher import run_processes  # torch: importing it takes a while
@@ -140,6 +141,11 @@ def warn_of_late_gradients(file: RunFile, plan: Plan) -> None:
             "flushes: optimizer.error_feedback = true can win a part of it back",
             err=True,
         )
+
+
+def _forks_ranks(file: RunFile, plan: Plan, launch: Launch) -> bool:
+    is_local = launch.launcher == "alone" and plan.num_ranks > 1
+    return is_local and not _wants_mpiexec(file, plan, launch)
 
 
 def _wants_mpiexec(file: RunFile, plan: Plan, launch: Launch) -> bool:
