@@ -60,9 +60,9 @@ def merged(histories: list[History], plan: Plan) -> History:
     for history in histories:
         assert history.losses == histories[0].losses
         assert history.norms == histories[0].norms
-        _join(whole.weights, history.weights, "")
         for step, gradients in enumerate(history.gradients):
             _join(whole.gradients[step], gradients, gradients_of(step))
+        _join(whole.weights, history.weights, "")
     return whole
 
 
