@@ -302,7 +302,8 @@ class Trial:
             carried_s = self._server.carried_s(begin_s, end_s)
             if self._way.takes_turns:
                 return carried_s / (end_s - begin_s)
-        told_s = sum(spent[name] for name in COMMUNICATION)
+        # A centre that adds while its worker works on takes a little from earlier waits.
+        told_s = max(0.0, sum(spent[name] for name in COMMUNICATION))
         if self._way.options.get("mode") in ("hogwild", "hogwild_sgd"):  # to them it is an update
             told_s += self._carrier.carried_s(begin_s, own_end_s)
         return told_s / (own_end_s - begin_s)
