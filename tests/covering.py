@@ -106,14 +106,17 @@ def named(value: Any) -> str:
 def unfolded(value: Any) -> Factors:
     """Return the factors of a record or a mapping, and of those in it; {} for what is but one.
 
-    Of a layout it counts which axes are split and how wide the widest is, not each size of each
-    axis: else a table of layouts would stay nearly whole.
+    Of a layout it counts which axes are split, and whether one has more than two ranks, not each
+    size of each axis: else a table of layouts would stay nearly whole.
     """
     fields = _fields(value)
     if fields is None:
         return {}
     sizes = {axis: fields[axis] for axis in AXES if fields.get(axis, 1) > 1}
-    found = {**dict.fromkeys(sizes, True), "widest": max(sizes.values(), default=1)}
+    found: dict[str, Hashable] = {
+        **dict.fromkeys(sizes, True),
+        "is wide": max(sizes.values(), default=1) > 2,
+    }
     for key, part in fields.items():
         if key not in AXES:
             found.update(_under(key, unfolded(part) or {"": _hashable(part)}))
