@@ -113,10 +113,8 @@ def unfolded(value: Any) -> Factors:
     if fields is None:
         return {}
     sizes = {axis: fields[axis] for axis in AXES if fields.get(axis, 1) > 1}
-    found: dict[str, Hashable] = {
-        **dict.fromkeys(sizes, True),
-        "is wide": max(sizes.values(), default=1) > 2,
-    }
+    found: dict[str, Hashable] = dict.fromkeys(sizes, True)
+    found["is wide"] = any(size > 2 for size in sizes.values())
     for key, part in fields.items():
         if key not in AXES:
             found.update(_under(key, unfolded(part) or {"": _hashable(part)}))

@@ -92,7 +92,7 @@ SPLIT = [
 
 @cells(plan=SPLIT, again=["none", "sqrt"])
 def test_split_layers_are_equal_too(plan: Plan, again: str, tmp_path: Path) -> None:
-    case = dataclasses.replace(SHORT, model="wide_gpt3", num_steps=2)
+    case = dataclasses.replace(SHORT, model="wide_gpt", num_steps=2)
     plan = dataclasses.replace(plan, microbatch_size=2, num_microbatches=4 // plan.z)
     assert_changes_nothing(plan, case, tmp_path, offload_activations="disk", **AGAIN[again])
 

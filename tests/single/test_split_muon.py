@@ -75,7 +75,7 @@ def test_every_layout_equals_the_serial_muon(plan: Plan, model: str) -> None:
     axes=[{"x": 2}, {"z": 2}, {"y": 2, "z": 2}],
 )
 def test_pipelines_equal_the_serial_muon(schedule: str, axes: dict[str, int]) -> None:
-    case = dataclasses.replace(CASE, model="wide_gpt3", global_batch_size=16)
+    case = dataclasses.replace(CASE, global_batch_size=16)
     shares = axes.get("z", 1)
     plan = dataclasses.replace(plan_for(case, schedule, 2, shares, 4), data=1, **axes)
     wanted = delayed(case) if schedule == "two_bw" else serial(case)
