@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ganglion.cli.rank_server import run_rank
+from ganglion.cli.rendezvous import LOCAL_RENDEZVOUS, register_local_rendezvous
 from ganglion.config.run_folder import LOGS
 
 FAILED = 1
@@ -86,13 +87,14 @@ def launch_config(
     num_processes: int, logs: LogsSpecs | None = None, start_method: str = "spawn"
 ) -> LaunchConfig:
     """Return the settings of one group of local processes on a free port, without restarts."""
+    register_local_rendezvous()
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=LOCAL_RENDEZVOUS,
+        rdzv_endpoint="localhost",
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.05,
