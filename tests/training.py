@@ -194,7 +194,9 @@ def train_split(world: World, plan: Plan, case: Case) -> Held:
     if plan.offload == "none":
         assert_same_gradients(watch.gradients(), history.gradients, exactly=True)
     history.weights = copies(run.model_tensors())
-    return Held(history, run.placements(), world.coordinates, world.mesh)
+    placements = run.placements()
+    run.close()  # to ranks that are still at work, one that leaves without a word has died
+    return Held(history, placements, world.coordinates, world.mesh)
 
 
 def train_split_at_once(world: World, plan: Plan, case: Case) -> Held:
@@ -206,7 +208,9 @@ def train_split_at_once(world: World, plan: Plan, case: Case) -> Held:
         history.norms.append(result.grad_norm)
     history.gradients = watch.gradients()
     history.weights = copies(run.model_tensors())
-    return Held(history, run.placements(), world.coordinates, world.mesh)
+    placements = run.placements()
+    run.close()  # to ranks that are still at work, one that leaves without a word has died
+    return Held(history, placements, world.coordinates, world.mesh)
 
 
 def train_serial(case: Case) -> History:

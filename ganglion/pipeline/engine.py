@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,7 +25,7 @@ from ganglion.comm import Arrival, Transport
 from ganglion.comm.transport import silence
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.pipeline.agreement import ORDER_KIND, Agreement
-from ganglion.pipeline.alarm import ERROR_KIND, LISTEN_S, Alarm, told_error
+from ganglion.pipeline.alarm import ERROR_KIND, LISTEN_S, Alarm, leave, told_error
 from ganglion.pipeline.ledger import Ledger
 from ganglion.pipeline.naming import naming, note_action
 from ganglion.pipeline.patience import Patience, gets_done
@@ -83,6 +84,7 @@ class Engine:
         self._recorder = recorder
         self._timeout_s = timeout_s
         self._alarm = Alarm(transport, siblings)
+        self._leaving = weakref.finalize(self, leave, self._alarm)
         self._payloads: dict[tuple[str, int, int], Tensor] = {}
         self._predictions = Predictions()
         self._reducing: list[Action] = []
@@ -150,6 +152,7 @@ class Engine:
 
     def close(self) -> None:
         """Close the transports."""
+        self._leaving.detach()
         self._alarm.close()
 
     @contextmanager

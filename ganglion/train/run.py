@@ -5,6 +5,7 @@ for result in run.steps(run.batches(dataset), until=100):
     print(result.step, result.loss)
 run.drain()
 run.save("checkpoints")
+run.close()
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ganglion import Plan
 from ganglion.comm import World, torch_world
-from tests.command import TINY, ganglion, metrics_of
+from tests.command import TINY, ganglion, metrics_of, under_torchrun
 from tests.harness import Ranks
 from tests.pipelines import CASE, merged, plan_for, serial_of, train_at_once
 from tests.serial import History, assert_same_history
@@ -54,13 +54,11 @@ def test_processes_equal_serial(
 
 @pytest.mark.parametrize("schedule", ["two_bw", "interleaved"])
 def test_a_resumed_run_repeats_every_loss(tmp_path: Path, schedule: str) -> None:
-    """And keeps the cut it measured; the whole run is told that cut, for it might measure another."""
+    """And keeps the cut it measured; the whole run is given it, for it might measure another."""
     layers = [option if option != "1" else "2" for option in TINY]
     options = [*layers, "--nproc", "2", "--parallel.pipe", "2", "--parallel.schedule", schedule]
     options += ["--train.steps", "6", "--train.threads", "1", "--train.eval_every", "3"]
-    part = ganglion(
-        "train", *options, "--output.dir", "part", "--train.stop_at", "3", cwd=tmp_path
-    )
+    part = ganglion("train", *options, "--output.dir", "part", "--train.stop_at", "3", cwd=tmp_path)
     assert part.returncode == 0, part.stderr
     (state,) = tmp_path.glob("part/checkpoints/*/state.json")
     cuts = json.dumps(json.loads(state.read_text())["plan"]["stage_boundaries"])
@@ -90,3 +88,37 @@ def test_pipe_by_data_trains_and_the_whole_model_is_written(tmp_path: Path) -> N
     assert (tmp_path / "run" / "prediction.json").exists()
     names = set(load_file(tmp_path / "run" / "model.safetensors"))
     assert {"embedding.tokens.weight", "layers.1.mlp.up.weight", "head.norm.weight"} <= names
+
+
+FORGOTTEN = """
+import os, pathlib, signal, sys, time
+import torch
+import ganglion
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which torchrun sends when the other fails
+plan = ganglion.Plan(pipe=2, microbatch_size=1, num_microbatches=2)
+blocks = [torch.nn.Linear(4, 4) for _ in range(4)]
+run = ganglion.parallelize(blocks, torch.nn.functional.mse_loss, torch.optim.SGD, plan)
+list(run.steps([(torch.zeros(2, 4), torch.zeros(2, 4))]))
+first = [os.getpid()]
+torch.distributed.broadcast_object_list(first)
+if run.world.rank == 0:
+    print("trained", flush=True)
+    if sys.argv[1] == "fails":
+        raise ValueError("after the training")
+else:
+    status = pathlib.Path(f"/proc/{first[0]}/stat")
+    while status.exists() and ") Z" not in status.read_text():
+        time.sleep(0.01)
+    executor, run = run._parts.executor, None
+    print([t.poll() for t in executor._engine._alarm._all])
+"""
+
+
+@pytest.mark.parametrize("end", ["leaves", "fails"])
+def test_a_rank_that_leaves_without_close_is_no_lost_peer(tmp_path: Path, end: str) -> None:
+    """Unless it ends by an error."""
+    (tmp_path / "train.py").write_text(FORGOTTEN)
+    result = under_torchrun(2, "train.py", end, cwd=tmp_path)
+    assert "trained" in result.stdout, result.stderr
+    assert ("PeerLost: rank 0 is gone" in result.stderr) == (end == "fails"), result.stderr

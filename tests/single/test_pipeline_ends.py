@@ -13,6 +13,7 @@ from ganglion.errors import PeerLost
 from ganglion.pipeline import Engine
 from ganglion.schedules import planned_schedule
 from ganglion.trace import Recorder
+from ganglion.train.assemble import _lag
 from tests.covering import cells
 from tests.pipelines import CASE, plan_for
 from tests.training import Case, make_batches, make_run, share_of
@@ -58,6 +59,9 @@ class Broken:
     def flush(self, timeout_s: float) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 def engine_of_a_lost_peer() -> Engine:
     schedule = planned_schedule(plan_for(CASE, "two_bw", 2, 1, 4), 0)
@@ -76,3 +80,13 @@ def test_a_rank_may_end_before_the_others_saw_its_numbers() -> None:
 def test_a_rank_that_ends_too_early_is_lost() -> None:
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         engine_of_a_lost_peer().wait_for(lambda: False, "the numbers of all ranks")
+
+
+@pytest.mark.parametrize(
+    ("pipe", "num_microbatches", "lag"), [(2, 4, 1), (4, 4, 1), (5, 4, 2), (5, 2, 3)]
+)
+def test_as_many_batches_enter_as_keep_the_first_stage_busy(
+    pipe: int, num_microbatches: int, lag: int
+) -> None:
+    """The stage forwards microbatch `pipe` before the first is back, and no whole batch more."""
+    assert _lag(Plan(pipe=pipe, num_microbatches=num_microbatches, schedule="two_bw")) == lag
