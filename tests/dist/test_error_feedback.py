@@ -16,8 +16,8 @@ from ganglion.errors import CheckpointError
 from ganglion.train import Run
 from tests.command import TINY, ganglion, metrics_of, under_torchrun
 from tests.harness import Ranks
-from tests.serial import TOLERANCE, History, assert_same_by_name, copies
 from tests.pipelines import delayed, merged, plan_for
+from tests.serial import TOLERANCE, History, assert_same_by_name, copies
 from tests.training import FACTORIES, Case, make_batches, make_run, share_of
 
 CASE = Case(

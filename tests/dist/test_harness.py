@@ -46,7 +46,9 @@ def test_ranks_talk_and_every_call_has_its_own(ranks: Ranks, num_ranks: int) -> 
 
 
 def test_a_childs_traceback_is_raised() -> None:
-    with pytest.raises(RankFailed, match=r"rank 1:\n(.|\n)*in fail_on_last(.|\n)*broken on purpose"):
+    with pytest.raises(
+        RankFailed, match=r"rank 1:\n(.|\n)*in fail_on_last(.|\n)*broken on purpose"
+    ):
         Ranks().run(2, fail_on_last)
 
 

@@ -16,8 +16,8 @@ from ganglion.errors import GanglionError
 from ganglion.models import cross_entropy
 from tests.command import TINY, ganglion
 from tests.harness import RankFailed, Ranks
-from tests.single.test_pipeline_faults import broken_parts
 from tests.pipelines import CASE, plan_for
+from tests.single.test_pipeline_faults import broken_parts
 from tests.training import OPTIMIZERS, make_batches, share_of
 
 LONG = dataclasses.replace(CASE, num_steps=200, global_batch_size=8)

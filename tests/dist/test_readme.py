@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from glob import glob
 from pathlib import Path
 
 import pytest
@@ -45,13 +44,19 @@ def run_warm(command: str, cwd: Path) -> str:
     """Do what the shell does with `ganglion` or `python` and their words, in a warm process."""
     command, _, target = command.partition(" > ")
     program, *words = shlex.split(command)
-    words = [found for word in words for found in (glob(word, root_dir=cwd) or [word])]
+    words = [found for word in words for found in _expanded(word, cwd)]
     before = ["-m", "ganglion"] if program == "ganglion" else []
     result = python(*before, *words, cwd=cwd)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     if target:
         (cwd / target).write_text(result.stdout)
     return result.stdout
+
+
+def _expanded(word: str, cwd: Path) -> list[str]:
+    """Return the paths that a pattern stands for, as a shell does."""
+    found = sorted(cwd.glob(word)) if "*" in word else []
+    return [str(path.relative_to(cwd)) for path in found] or [word]
 
 
 def test_the_commands_are_the_ones_tested_here() -> None:

@@ -13,9 +13,9 @@ from ganglion import Plan, parallelize
 from ganglion.comm import World, torch_world
 from ganglion.train.offloaded_activations import ActivationSettings
 from tests.harness import Ranks
+from tests.pipelines import merged
 from tests.serial import History, assert_same_by_name, copies
 from tests.single.test_pipeline_shapes import serial, steps_of, train
-from tests.pipelines import merged
 from tests.training import OPTIMIZERS
 
 
