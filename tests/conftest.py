@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.leftovers import Leftovers, adopt_orphans, own_temporary_folder, segments
+from tests.leftovers import (
+    Leftovers,
+    abandoned_segments,
+    adopt_orphans,
+    own_temporary_folder,
+    segments,
+)
 from tests.profiles import load_profile
 
 load_profile()
@@ -23,6 +29,23 @@ SECONDS: Counter[str] = Counter()  # by test, with what was set up and torn down
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIXES = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")
 SEGMENTS_BEFORE = pytest.StashKey[set[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle the modules, and the tests of each: what they set up together stays together."""
+    if (seed := config.getoption("--shuffle")) is None:
+        return
+    names = [item.nodeid for item in items]
+    random.Random(seed).shuffle(names)
+    place = {name: number for number, name in enumerate(names)}
+    first: dict[Path, int] = {}
+    for item in items:
+        first[item.path] = min(place[item.nodeid], first.get(item.path, len(items)))
+    items.sort(key=lambda item: (first[item.path], place[item.nodeid]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +73,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Print how many tests of each tier ran and how long they took, and the slowest."""
     write = terminalreporter.write_line
     for name in _new_segments(config):
-        write(f"FAILED: the tests left the segment {name} in shared memory")
+        write(f"FAILED: the tests left the segment {name}")
     for tier, seconds in zip(TIERS, _by_tier(), strict=True):
         write(f"{tier:7} {len(seconds):5} tests {sum(seconds):7.1f} s of worker time")
     for test, seconds_of_one in SECONDS.most_common(SLOWEST):
@@ -63,7 +86,7 @@ def _by_tier() -> list[list[float]]:
 
 
 def _new_segments(config: pytest.Config) -> list[str]:
-    return sorted(segments() - config.stash[SEGMENTS_BEFORE])
+    return sorted(abandoned_segments(config.stash[SEGMENTS_BEFORE]))
 
 
 @pytest.fixture(scope="session")

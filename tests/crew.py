@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.harness import TEST
 from tests.warm import CONTEXT
 
 DEADLINE_S = 40.0
@@ -25,7 +26,8 @@ class Crew:
         self._processes: dict[str, BaseProcess] = {}
 
     def start(self, name: str, body: Callable[..., Any], *args: Any) -> None:
-        process = CONTEXT.Process(target=_child, args=(self.folder, name, body, args))
+        test = os.environ.get(TEST, "")
+        process = CONTEXT.Process(target=_child, args=(test, self.folder, name, body, args))
         process.start()
         self._processes[name] = process
 
@@ -56,7 +58,10 @@ class Crew:
             process.join(10)
 
 
-def _child(folder: Path, name: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(
+    test: str, folder: Path, name: str, body: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ[TEST] = test
     torch.set_num_threads(1)
     try:
         torch.save(body(folder, *args), folder / name)

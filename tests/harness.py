@@ -31,6 +31,7 @@ import pytest
 from tests.warm import CONTEXT
 
 DEADLINE_S = 60.0
+TEST = "PYTEST_CURRENT_TEST"  # the environment's name for the test that runs
 START_DEADLINE_S = 90.0
 
 
@@ -66,7 +67,7 @@ class RankPool:
     def run(self, body: Callable[..., Any], args: tuple[Any, ...], deadline_s: float) -> list[Any]:
         """Run `body(world, *args)` on every rank and return the results by rank."""
         for pipe in self._pipes:
-            pipe.send((body.__module__, body.__qualname__, args))
+            pipe.send((os.environ.get(TEST, ""), body.__module__, body.__qualname__, args))
         replies = self._collect(deadline_s)
         failures = [(r, reply.value) for r, reply in enumerate(replies) if reply.kind == "error"]
         if failures:
@@ -135,18 +136,17 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         pipe.send(("ok", None))
         while True:
-            module, name, args = pipe.recv()
-            pipe.send(_call(module, name, args, rank, num_ranks))
+            pipe.send(call(pipe.recv(), rank, num_ranks))
 
 
-def _call(
-    module: str, name: str, args: tuple[Any, ...], rank: int, num_ranks: int
-) -> tuple[str, Any]:
+def call(task: tuple[str, str, str, tuple[Any, ...]], rank: int, num_ranks: int) -> tuple[str, Any]:
+    """Run the body that a test sent; return the kind of the reply and its value."""
     import torch
 
     from ganglion.comm import torch_world
     from ganglion.topology import Mesh
 
+    os.environ[TEST], module, name, args = task
     try:
         body = importlib.import_module(module)
         for part in name.split("."):

@@ -16,8 +16,11 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from tests.warm_python import FOLDER_PREFIX, SERVERS
+
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
+_SECOND_LOOK_S = 0.5
 _GRACE_S = 10.0  # processes that were told to end may take a moment
 
 
@@ -69,34 +72,59 @@ def adopt_orphans() -> None:
 
 
 def segments() -> set[str]:
-    """Return the names of all segments of shared memory on this machine."""
-    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
+    """Return all segments of shared memory on this machine."""
+    return {str(path) for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
 
 
-def remove_segments_of_dead_mpi_jobs() -> None:
-    """Remove what MPICH leaves in shared memory when a job is killed, unless it is in use."""
-    used = {
-        line.split("/")[-1].strip()
-        for maps in Path("/proc").glob("[0-9]*/maps")
-        for line in _text(maps).splitlines()
-        if "/dev/shm/mpich" in line
-    }
-    for path in SHARED_MEMORY.glob("mpich_shm_*"):
-        if path.name not in used:
-            path.unlink(missing_ok=True)
+def abandoned_segments(before: set[str]) -> set[str]:
+    """Return the segments since `before` that no process has mapped; others may be at work here.
+
+    A second look, for theirs may come or go between the list of segments and that of mappings.
+    """
+    if found := segments() - before - _mapped():
+        time.sleep(_SECOND_LOOK_S)
+        found &= segments() - _mapped()
+    return found
+
+
+def _mapped() -> set[str]:
+    """Return the segments of shared memory that some process has mapped."""
+    maps = (_text(path) for path in Path("/proc").glob("[0-9]*/maps"))
+    lines = (line for text in maps for line in text.splitlines() if str(SHARED_MEMORY) in line)
+    return {line.split()[-1] for line in lines}
+
+
+def hydra_files() -> set[str]:
+    """Return what mpiexec keeps in /tmp, whatever TMPDIR says, and leaves there if it is killed."""
+    return {str(path) for path in Path("/tmp").glob("hydra_hwloc_xmlfile_*")}
+
+
+def remove_what_dead_mpi_jobs_left(before: set[str]) -> None:
+    """Remove what killed jobs of MPICH have left, files since `before`, unless it is in use."""
+    left = {str(path) for path in SHARED_MEMORY.glob("mpich_shm_*")} - _mapped()
+    if not any("hydra_pmi_proxy" in _command(number) for number in _processes()):
+        left |= hydra_files() - before  # which such a process reads and removes
+    for path in left:
+        Path(path).unlink(missing_ok=True)
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
 def _lives_on(path: Path) -> bool:
     """Return whether it serves the whole session: sockets of multiprocessing, caches of torch."""
-    return path.name.startswith(("pymp-", "torchinductor_"))
+    return path.name.startswith(("pymp-", "torchinductor_", FOLDER_PREFIX))
 
 
 def _descendants() -> list[int]:
     """Return processes below this one but for the servers of multiprocessing, found quickly."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    mine = [number for number in _children(os.getpid()) if number not in (server, tracker)]
-    return mine if server is None else [*mine, *_children(server)]
+    servers = {server, tracker, *(each.pid for each in SERVERS)}
+    parents = [os.getpid(), *(number for number in servers - {tracker} if number is not None)]
+    found = [number for parent in parents for number in _children(parent)]
+    return [number for number in found if number not in servers]
 
 
 def _children(process: int) -> list[int]:

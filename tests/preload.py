@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import warnings
 
@@ -25,3 +26,5 @@ with warnings.catch_warnings():
             importlib.import_module(_module.name)
 
 torch.set_num_threads(1)
+# The test that starts the server may keep to one core.
+os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness import Ranks
-from tests.leftovers import remove_segments_of_dead_mpi_jobs
+from tests.leftovers import hydra_files, remove_what_dead_mpi_jobs_left
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +16,7 @@ def ranks() -> Ranks:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _mpi_segments() -> Iterator[None]:
+def _mpi_leftovers() -> Iterator[None]:
+    before = hydra_files()
     yield
-    remove_segments_of_dead_mpi_jobs()
+    remove_what_dead_mpi_jobs_left(before)

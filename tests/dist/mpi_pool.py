@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from typing import Any
 import psutil
 
 from tests.command import environment
-from tests.harness import START_DEADLINE_S, RankFailed, RankPool, _call
+from tests.harness import START_DEADLINE_S, RankFailed, RankPool, call
+from tests.warm_python import warm_python
 
 _SOCKET = "pipe"
 _PARTING_S = 5.0
@@ -39,7 +39,7 @@ class MpiPool(RankPool):
         self._printed = (folder / "printed").open("w+")
         with Listener(str(folder / _SOCKET), "AF_UNIX", backlog=num_ranks) as listener:
             self._mpiexec = subprocess.Popen(
-                [mpiexec, "-n", str(num_ranks), sys.executable, "-m", __name__, str(folder)],
+                [mpiexec, "-n", str(num_ranks), warm_python(), "-m", __name__, str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=self._printed,
@@ -120,8 +120,7 @@ def main() -> None:
         pipe.send((rank, os.getpid()))
         with contextlib.suppress(EOFError):
             while True:
-                module, name, args = pipe.recv()
-                pipe.send(_call(module, name, args, rank, num_ranks))
+                pipe.send(call(pipe.recv(), rank, num_ranks))
 
 
 if __name__ == "__main__":

@@ -41,9 +41,10 @@ from tests.dist.mpi_pool import MpiPool, meeting
 from tests.dist.test_comm_gloo import every_collective
 from tests.harness import RankFailed, RankPool
 from tests.messages import make_tensor
+from tests.profiles import examples
 
 pytestmark = pytest.mark.timeout(240)
-NUM_PROGRAMS = 50
+NUM_PROGRAMS = examples(50)
 LOCAL, SHM, TORCH, MPI = "local", "shm", "torch", "mpi"
 HANGS_AFTER_S = 50.0  # before the carriers give up by themselves: then all stacks are shown
 
@@ -63,7 +64,9 @@ class Carriers:
         kind = MPI if carrier == MPI else TORCH
         if kind not in self._pools:
             mpi = kind == MPI
-            self._pools[kind] = MpiPool(NUM_RANKS, require_mpiexec()) if mpi else RankPool(NUM_RANKS)
+            self._pools[kind] = (
+                MpiPool(NUM_RANKS, require_mpiexec()) if mpi else RankPool(NUM_RANKS)
+            )
         try:
             return self._pools[kind].run(on_process, (carrier, body, args), HANGS_AFTER_S)
         except RankFailed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from tests.command import environment, python
+from tests.warm_python import SERVERS, warm_python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "comm.py"
 DEADLINE_S = 110
@@ -41,7 +41,17 @@ def promised(*sizes: str) -> set[str]:
 
 def run(*arguments: str, folder: Path) -> dict[str, Any]:
     """Run it with one message a turn; return the JSON it prints."""
-    done = python(str(SCRIPT), "--rounds", "1", "--repetitions", "1", "--json", *arguments, cwd=folder, deadline_s=DEADLINE_S)
+    done = python(
+        str(SCRIPT),
+        "--rounds",
+        "1",
+        "--repetitions",
+        "1",
+        "--json",
+        *arguments,
+        cwd=folder,
+        deadline_s=DEADLINE_S,
+    )
     assert done.returncode == 0, done.stderr
     record: dict[str, Any] = json.loads(done.stdout)
     return record
@@ -87,7 +97,7 @@ def test_every_row_of_every_size_is_there(tmp_path: Path) -> None:
 
 def test_its_ranks_die_with_it(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, "--quick"],
+        [warm_python(), SCRIPT, "--quick"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,8 +108,8 @@ def test_its_ranks_die_with_it(tmp_path: Path) -> None:
     try:
         while (line := process.stderr.readline()) != "2 ranks: round 1 of 2\n":
             assert line, "the benchmark ended before its first round"
-        started = psutil.Process(process.pid).children(recursive=True)
-        assert len(started) >= 2
+        started = psutil.Process(SERVERS[0].pid).children(recursive=True)
+        assert len(started) >= 4  # itself and two ranks, with watchers
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.command import environment, python
+from tests.command import python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
 DEADLINE_S = 110
@@ -27,7 +25,18 @@ VIRTUAL = ("torch_1f1b", "one_f_one_b", "message_driven", "two_bw")
 
 def run(*arguments: str, folder: Path) -> dict[str, Any]:
     """Run it with one timed step a turn; return the JSON it prints."""
-    done = python(str(SCRIPT), "--quick", "--rounds", "1", "--steps", "1", "--json", *arguments, cwd=folder, deadline_s=DEADLINE_S)
+    done = python(
+        str(SCRIPT),
+        "--quick",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--json",
+        *arguments,
+        cwd=folder,
+        deadline_s=DEADLINE_S,
+    )
     assert done.returncode == 0, done.stderr
     record: dict[str, Any] = json.loads(done.stdout)
     assert record["machine"]["cores"] >= 1 and record["machine"]["quick"]

@@ -20,9 +20,8 @@ from tests.command import (
     free_port,
     ganglion,
     metrics_of,
-    start_cold,
 )
-from tests.warm import WarmProcess
+from tests.warm_process import WarmProcess
 
 METRICS = {"step", "loss", "grad_norm", "tokens_per_s", "step_s", "lr", "peak_bytes"}
 TWO = ["train", *TINY, "--nproc", "2"]
@@ -185,7 +184,7 @@ def test_a_plan_file_is_followed_and_recorded(tmp_path: Path) -> None:
 
 def test_ctrl_c_under_torchrun_stops_cleanly(tmp_path: Path) -> None:
     options = ["train", *TINY, "--train.steps", "100000", "--output.dir", "run"]
-    process = start_cold(*TORCHRUN, *options, cwd=tmp_path)
+    process = WarmProcess([*TORCHRUN, *options], tmp_path, environment())
     metrics = tmp_path / "run" / "metrics.jsonl"
     end_s = time.monotonic() + DEADLINE_S
     while not metrics.exists() or metrics.read_text().count("\n") < 2:

@@ -20,7 +20,7 @@ from tests.command import (
     start_cold,
     start_ganglion,
 )
-from tests.warm import WarmProcess
+from tests.warm_process import WarmProcess
 
 TWO = ["train", *TINY, "--nproc", "2", "--output.dir", "run"]
 LONG = [*TWO, "--train.steps", "100000"]

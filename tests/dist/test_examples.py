@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ganglion.schedules import SCHEDULES
-from tests.command import cold, environment, python, under_torchrun
+from tests.command import python, under_torchrun
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "own_loop.py")
@@ -103,6 +103,6 @@ for _ in range(2):
 
 def test_a_script_may_parallelize_twice(tmp_path: Path) -> None:
     (tmp_path / "twice.py").write_text(TWICE)
-    result = cold(*TORCHRUN, "twice.py", cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"))
+    result = python(*TORCHRUN, "twice.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("[1]") == 4

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import DEADLINE_S, end_with_children, environment
-from tests.warm import WarmProcess
+from tests.warm_process import WarmProcess
 
 # A launcher whose ranks run `main` of the module `mine`, in the folder of a test.
 LAUNCH = """

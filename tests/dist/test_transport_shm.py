@@ -37,6 +37,7 @@ from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.trace import Recorder
 from tests.harness import RankFailed, Ranks
 from tests.messages import check_letters, exchange_checked, make_tensor, traffic
+from tests.profiles import examples
 
 pytestmark = pytest.mark.timeout(100)
 MEBIBYTE = 1 << 20
@@ -72,7 +73,7 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:ganglion-mail")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 4), st.integers(0, 1000), st.integers(0, 40), st.sampled_from([0, 64, 16384]))
 def test_any_interleaving_keeps_contents_and_order(
     num_ranks: int, seed: int, num_letters: int, inline_bytes: int
@@ -318,7 +319,7 @@ def test_a_slot_that_does_not_exist_is_refused(segment: int, slot: int, size: in
         closable.close()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.binary(min_size=200, max_size=300))
 def test_any_garbage_is_an_error_and_leaks_nothing(garbage: bytes) -> None:
     ours, theirs = socket.socketpair()

@@ -10,6 +10,6 @@ A change of the suite must not make it weaker, so the same faults are run on bot
     python -m tests.mutation run --tree COPY --mutants m.json --touched /tmp/touched \
         --order fast-first durations.json --json results.json
 
-The marked run records which tests execute the function of which mutant. Processes that serve many
-tests have to be told of each, in the marked copy: theirs is the PYTEST_CURRENT_TEST of their start.
+The marked run records which tests execute the function of which mutant. Processes of tests know
+their test by PYTEST_CURRENT_TEST, too.
 """
