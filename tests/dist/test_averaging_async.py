@@ -127,9 +127,15 @@ def run_server(
 
 
 def work(
-    folder: Path, worker: int, numel: int, lr: float, num_steps: int | None, doom: str
+    folder: Path,
+    worker: int,
+    numel: int,
+    lr: float,
+    num_steps: int | None,
+    doom: str,
+    least: int = 1,
 ) -> dict[str, Any]:
-    """Train until `num_steps`, or until the test says stop; in step 5 meet the doom."""
+    """Train for `num_steps`, or for `least` and until the test says stop; meet doom in step 5."""
     model = Bowl(numel)
     packed = Packed(model)
     store = open_store(folder)
@@ -140,7 +146,7 @@ def work(
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     packed.flat.add_(worker + 1.0)
     begun, step = float(packed.flat[0]), 0
-    while (step < num_steps) if num_steps is not None else not (folder / "stop").exists():
+    while step < (num_steps or least) or (num_steps is None and not (folder / "stop").exists()):
         if step == 5:
             meet_doom(doom, folder, method, center)
         method.begin_pass()
@@ -150,10 +156,16 @@ def work(
         optimizer.zero_grad()
         method.after_step(lr)
         step += 1
+        at_work(folder, worker).touch()
     calls = center.parts[0].link.num_calls
     method.close()
     ended = float(packed.flat[0])
     return {"begun": begun, "ended": ended, "joined_at": joined_at, "calls": calls, "steps": step}
+
+
+def at_work(folder: Path, worker: int) -> Path:
+    """Return the file that exists once a worker has trained for a step."""
+    return folder / f"at_work_{worker}"
 
 
 def meet_doom(doom: str, folder: Path, method: ServedEasgd, center: ShardedCenter) -> None:
@@ -263,8 +275,10 @@ def test_a_killed_server_is_replaced_from_its_snapshot(crew: Crew) -> None:
     """With gradients: the minimum is at 3, and the workers find it in spite of the loss."""
     crew.start("server", serve, 2, SMALL, {})
     for number in (0, 1):
-        crew.start(f"w{number}", work, number, SMALL, 0.1, None, "")
+        crew.start(f"w{number}", work, number, SMALL, 0.1, None, "", 100)
     await_true((crew.folder / "snapshot").exists, "the fifth exchange")
+    for number in (0, 1):
+        await_true(at_work(crew.folder, number).exists, f"worker {number}")
     crew.signal("server", signal.SIGKILL)
     assert crew.await_death("server") == signal.SIGKILL
     version = saved_version(crew.folder)
@@ -360,8 +374,9 @@ def race_under_mpi(folder: Path) -> None:
 def test_windows_of_mpi_are_a_centre_without_locks(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="needs pip install 'ganglion[mpi]'")
     from ganglion.cli.mpi import require_mpiexec
+    from tests.warm_python import warm_python
 
-    command = [require_mpiexec(), "-n", "3", sys.executable, "-m", __name__, str(tmp_path)]
+    command = [require_mpiexec(), "-n", "3", warm_python(), "-m", __name__, str(tmp_path)]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=2 * DEADLINE_S
     )
