@@ -88,6 +88,25 @@ def test_every_way_gives_what_threads_give(
         assert found == wanted[rank]
 
 
+def kind_of_transport(world: World, hosts: str, transport: str) -> str:
+    other = torch_world(world.rank, world.mesh, 30.0, transport=transport, host=hosts[world.rank])
+    opened = other.open_transport("data")
+    opened.close()
+    other.close()
+    return type(opened).__name__
+
+
+@pytest.mark.parametrize(
+    ("hosts", "transport", "kind"),
+    [("aa", "auto", "Shm"), ("ab", "auto", "Torch"), ("aa", "torch", "Torch")],
+)
+def test_messages_take_the_way_that_was_asked_for(
+    ranks: Ranks, hosts: str, transport: str, kind: str
+) -> None:
+    found = ranks.run(2, kind_of_transport, hosts, transport)
+    assert found == [f"{kind}Transport"] * 2
+
+
 def repeated_sums(world: World, hosts: str) -> list[bytes]:
     other = torch_world(world.rank, Mesh(data=4), timeout_s=30.0, host=hosts[world.rank])
     generator = torch.Generator().manual_seed(world.rank)

@@ -77,6 +77,15 @@ def test_routes_inside_a_node_and_between_nodes() -> None:
     assert network.route(1, 2).port != network.route(2, 1).port
 
 
+def test_a_reduction_loads_the_adapter_of_every_node_that_is_simulated() -> None:
+    plan = Plan(data=8, pipe=1)  # nodes 0 and 1
+    times = [StageTimes(forward_s=1, backward_s=1, gradient_bytes=100)]
+    for num_replicas, nodes in ((1, [0]), (8, [0, 1])):
+        network = ClusterNetwork(plan, cluster(), times, num_replicas)
+        ports = [transfer.route.port for transfer in network.reduction(0)]
+        assert ports == [("adapter", node) for node in nodes]
+
+
 def test_a_fixed_reduction_takes_the_time_of_the_file() -> None:
     plan = Plan(data=2, pipe=1)
     fixed = simulated(plan, cluster(reduce="reduce_s = 7.0"), steps=1)

@@ -9,7 +9,7 @@ import pytest
 
 from ganglion.cli.trace import trace_command
 from ganglion.errors import ConfigError, DataError
-from ganglion.trace.diff import Place, TraceDiff, count_steps, diff_traces
+from ganglion.trace.diff import Place, TraceDiff, _span, count_steps, diff_traces
 from ganglion.trace.event import COMM, COMPUTE, HOST, NONE, Event
 from ganglion.trace.files import write_trace
 
@@ -51,6 +51,13 @@ def test_a_trace_does_not_differ_from_itself() -> None:
     diff = diff_traces(step_of(0, 0), step_of(0, 0))
     assert {one.residual_s for one in diff.kinds} == {0}
     assert {found[:4] for found in by_place(diff).values()} == {(0, 0, 0, 0)}
+
+
+def test_a_computation_without_a_step_belongs_to_the_next_update() -> None:
+    forward = Event(rank=0, lane=COMPUTE, kind="forward", start_s=0, end_s=1)
+    message = Event(rank=0, lane=COMM, kind="send_forward", start_s=2, end_s=3, step=4)
+    update = Event(rank=0, lane=COMPUTE, kind="update", start_s=9, end_s=10, step=5)
+    assert _span([forward, message, update]) == [(0, 10)]
 
 
 def test_one_step_is_laid_over_many_whatever_lies_between_them() -> None:

@@ -127,3 +127,13 @@ def test_one_process_trains_here(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("quickstart-")
     assert f"run folder: runs/{folder.name}" in result.stdout
+
+
+def test_an_error_of_an_earlier_launch_is_not_told_again(tmp_path: Path) -> None:
+    from ganglion.cli.launcher import RankLogs
+
+    (tmp_path / "rank1.error.json").write_text("an error of yesterday")
+    environments: dict[int, dict[str, str]] = {0: {}, 1: {}}
+    RankLogs(tmp_path, []).reify(environments)
+    assert list(tmp_path.iterdir()) == []
+    assert environments[1]["TORCHELASTIC_ERROR_FILE"] == str(tmp_path / "rank1.error.json")

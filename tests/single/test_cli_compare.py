@@ -114,6 +114,11 @@ def test_the_figures_are_shown_and_written(tmp_path: Path, monkeypatch: pytest.M
     assert "take turns" not in shown(tmp_path, PLAN)
 
 
+def test_a_difference_is_a_share_of_what_was_predicted() -> None:
+    assert comparing._times(0.3, 0.2) == ("300 ms", "200 ms", "+50.0%")
+    assert comparing._times(0.3, 0.0)[2] == "+0.0%"  # there is nothing to compare with
+
+
 def test_why_nothing_is_compared_is_one_line(tmp_path: Path) -> None:
     assert "the run has no trace; set trace.enabled = true" in shown(tmp_path, PLAN)
     text = shown(write_run(tmp_path, run_of(PLAN, 4)), PLAN)

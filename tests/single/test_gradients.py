@@ -299,3 +299,9 @@ def test_clipping_equals_torchs(max_norm: float) -> None:
 
 def test_norm_of_nothing_is_zero() -> None:
     assert float(global_norm([])) == 0.0
+
+
+def test_the_norm_has_the_widest_dtype_of_the_buffers() -> None:
+    buffers = [torch.full((3,), 2.0, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    assert global_norm(buffers).dtype == torch.float64
+    assert global_norm([buffers[0].bfloat16()]).dtype == torch.float32
