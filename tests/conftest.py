@@ -29,6 +29,7 @@ SECONDS: Counter[str] = Counter()  # by test, with what was set up and torn down
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIXES = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")
 SEGMENTS_BEFORE = pytest.StashKey[set[str]]()
+SEGMENTS_LEFT = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """Remember which segments there are before all tests."""
     config.stash[SEGMENTS_BEFORE] = segments()
+    config.stash[SEGMENTS_LEFT] = set()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -65,14 +67,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     config = session.config
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    if (whole and not all(_by_tier())) or _new_segments(config):
+    config.stash[SEGMENTS_LEFT] = abandoned_segments(config.stash[SEGMENTS_BEFORE])
+    if (whole and not all(_by_tier())) or config.stash[SEGMENTS_LEFT]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print how many tests of each tier ran and how long they took, and the slowest."""
     write = terminalreporter.write_line
-    for name in _new_segments(config):
+    for name in sorted(config.stash[SEGMENTS_LEFT]):
         write(f"FAILED: the tests left the segment {name}")
     for tier, seconds in zip(TIERS, _by_tier(), strict=True):
         write(f"{tier:7} {len(seconds):5} tests {sum(seconds):7.1f} s of worker time")
@@ -83,10 +86,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def _by_tier() -> list[list[float]]:
     """Return the seconds of the tests of each tier."""
     return [[s for test, s in SECONDS.items() if Path(test).parts[1] == tier] for tier in TIERS]
-
-
-def _new_segments(config: pytest.Config) -> list[str]:
-    return sorted(abandoned_segments(config.stash[SEGMENTS_BEFORE]))
 
 
 @pytest.fixture(scope="session")

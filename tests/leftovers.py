@@ -20,7 +20,7 @@ from tests.warm_python import FOLDER_PREFIX, SERVERS
 
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
-_SECOND_LOOK_S = 0.5
+_NEXT_LOOK_S = 0.1
 _GRACE_S = 10.0  # processes that were told to end may take a moment
 
 
@@ -76,13 +76,16 @@ def segments() -> set[str]:
     return {str(path) for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
 
 
-def abandoned_segments(before: set[str]) -> set[str]:
-    """Return the segments since `before` that no process has mapped; others may be at work here.
+def abandoned_segments(before: set[str], grace_s: float = _GRACE_S) -> set[str]:
+    """Return the segments since `before` that no process has had mapped during the grace period.
 
-    A second look, for theirs may come or go between the list of segments and that of mappings.
+    Other programs may be at work here, and theirs come and go. Semaphores of multiprocessing are
+    removed by a process of their own, shortly after the last process that mapped them has ended.
     """
-    if found := segments() - before - _mapped():
-        time.sleep(_SECOND_LOOK_S)
+    end_s = time.monotonic() + grace_s
+    found = segments() - before - _mapped()
+    while found and time.monotonic() < end_s:
+        time.sleep(_NEXT_LOOK_S)
         found &= segments() - _mapped()
     return found
 
