@@ -88,15 +88,25 @@ def test_the_first_steps_tell_the_costs(schedule: str) -> None:
         assert one.message_bytes >= 1000
 
 
-def test_a_slower_machine_after_the_third_step_shows(tmp_path: Path) -> None:
-    events = run_of(PLAN, 8)
-    begin_s = min(event.start_s for event in events if event.step == 3)
+def slower_from(step: int, events: list[Event]) -> list[Event]:
+    """Return the events of a machine that takes twice as long from a step on."""
+    begin_s = min(event.start_s for event in events if event.step == step)
 
     def slower(at_s: float) -> float:
         return at_s if at_s <= begin_s else begin_s + 2 * (at_s - begin_s)
 
-    late = [e._replace(start_s=slower(e.start_s), end_s=slower(e.end_s)) for e in events]
-    found = compare(write_run(tmp_path, late), PLAN)
+    return [e._replace(start_s=slower(e.start_s), end_s=slower(e.end_s)) for e in events]
+
+
+def test_costs_are_medians_of_three_steps_with_the_first(tmp_path: Path) -> None:
+    found = compare(write_run(tmp_path, slower_from(2, run_of(PLAN, 8))), PLAN)
+    for one, true in zip(found.times, times_of(PLAN), strict=True):
+        assert one.forward_s == pytest.approx(true.forward_s)
+        assert one.backward_s == pytest.approx(true.backward_s)
+
+
+def test_a_slower_machine_after_the_third_step_shows(tmp_path: Path) -> None:
+    found = compare(write_run(tmp_path, slower_from(3, run_of(PLAN, 8))), PLAN)
     assert found.measured.step_s == pytest.approx(2 * found.predicted.step_s)
     assert found.measured.bubble == pytest.approx(found.predicted.bubble)
 
