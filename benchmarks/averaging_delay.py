@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ganglion.averaging.centers import Center
-from ganglion.averaging.connections import Door, Gone, Said
-from ganglion.averaging.hogwild import RacedCenter
-from ganglion.averaging.sums import Meter
-from ganglion.comm import Arrival, Transport, World
-from ganglion.comm.message import Numbers
-from ganglion.simulator.averaging_costs import MessagePrice
+from ganglion.decide.simulator.averaging.costs import MessagePrice
+from ganglion.execute.averaging.methods.centers import Center
+from ganglion.execute.averaging.methods.hogwild import RacedCenter
+from ganglion.execute.averaging.methods.sums import Meter
+from ganglion.execute.averaging.served.connections import Door, Gone, Said
+from ganglion.execute.comm import Arrival, Transport, World
+from ganglion.execute.comm.message import Numbers
 from ganglion.trace import Recorder
 
 _SMALL_BYTES = 1024  # a header or a vote, never the weights

@@ -1,9 +1,9 @@
 """Part `paper` of the averaging benchmark: LeNet on Fashion-MNIST, 4 workers, a virtual clock.
 
-The clock (ganglion/simulator/averaging.py) says when who exchanges; averaging_training.py does the
-arithmetic in that order. Passes and updates have the time they take alone on this machine; each
-pass varies by 2 %. One price of messages is chosen so that original_easgd, layer by layer,
-communicates 87 % of its time, and is the price of all methods.
+The clock (ganglion/decide/simulator/averaging/simulate.py) says when who exchanges;
+averaging_training.py does the arithmetic in that order. Passes and updates have the time they take
+alone on this machine; each pass varies by 2 %. One price of messages is chosen so that
+original_easgd, layer by layer, communicates 87 % of its time, and is the price of all methods.
 
 Rates: `same` is the rate of the grid at which sync_easgd_3 needs the fewest batches with seed 0,
 for all methods; `tuned` is each method's own best. Trainings with momentum use 0.9. A seed decides
@@ -30,10 +30,10 @@ import torch
 from averaging_training import Gradients, Images, Setting, accuracies, load_images, make_model
 from harness import spread
 
-from ganglion.averaging.elastic import elastic_force, move_center_
-from ganglion.simulator.averaging import calibrated, simulate_averaging
-from ganglion.simulator.averaging_costs import AveragingCosts, MessagePrice, jittered
-from ganglion.simulator.averaging_result import PUSH, STEP, AveragingSimulation
+from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
+from ganglion.decide.simulator.averaging.result import PUSH, STEP, AveragingSimulation
+from ganglion.decide.simulator.averaging.simulate import calibrated, simulate_averaging
+from ganglion.execute.averaging.methods.elastic import elastic_force, move_center_
 
 SHARE = 0.87  # of original_easgd, table 3 of the paper
 # A message of this size takes twice as long as an empty one: what table 3 gives for 8 messages of

@@ -24,9 +24,9 @@ from harness import Contestant, Figures, measure_figures, spread
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.comm import World, torch_world
-from ganglion.topology import Mesh
+from ganglion.decide.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.comm import World, torch_world
 
 NUM_RANKS = 2
 TAU = 10
@@ -35,7 +35,12 @@ MOMENTUM = 0.9
 TIMEOUT_S = 300.0
 EASGD, DDP, ALONE = "sync_easgd_tau_10", "torch_ddp", "two_alone"
 # The first optimizer imports torch._dynamo.
-PRELOADED = ("ganglion.averaging.average", "averaging_training", "rich.table", "torch._dynamo")
+PRELOADED = (
+    "ganglion.execute.averaging.average",
+    "averaging_training",
+    "rich.table",
+    "torch._dynamo",
+)
 Turn = Callable[[], Figures]
 
 

@@ -12,8 +12,14 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ganglion.simulator.averaging import efficiency
-from ganglion.simulator.averaging_costs import RING, TREE, TWO_LEVEL, AveragingCosts, MessagePrice
+from ganglion.decide.simulator.averaging.costs import (
+    RING,
+    TREE,
+    TWO_LEVEL,
+    AveragingCosts,
+    MessagePrice,
+)
+from ganglion.decide.simulator.averaging.simulate import efficiency
 
 ITERATIONS = 300
 # Seconds of 300 iterations by number of nodes.

@@ -28,8 +28,8 @@ from averaging_real import (
 from averaging_training import Images
 from harness import Contestant, Figures
 
-from ganglion.averaging import ElasticAverage, diloco, local_sgd
-from ganglion.comm import World
+from ganglion.execute.averaging import ElasticAverage, diloco, local_sgd
+from ganglion.execute.comm import World
 
 TAU = 10
 PAIRS = {"local_sgd_10": "torchft_local_sgd_10", "diloco_10": "torchft_diloco_10"}

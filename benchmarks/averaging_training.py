@@ -15,14 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ganglion.averaging.elastic import elastic_force, move_center_by_sum_
-from ganglion.averaging.packed import Packed
-from ganglion.averaging.rules import Additive, Elastic
-from ganglion.config.shapes import ConvShape
-from ganglion.data.idx import find_idx_folder, find_idx_pair, read_idx
-from ganglion.models.convnet import ConvNet
-from ganglion.simulator.averaging import METHODS
-from ganglion.simulator.averaging_result import (
+from ganglion.decide.shapes.models import ConvShape
+from ganglion.decide.simulator.averaging.result import (
     EXCHANGE,
     GATHER,
     PUSH,
@@ -32,6 +26,12 @@ from ganglion.simulator.averaging_result import (
     WRITE,
     AveragingEvent,
 )
+from ganglion.decide.simulator.averaging.simulate import METHODS
+from ganglion.execute.averaging.methods.elastic import elastic_force, move_center_by_sum_
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.served.rules import Additive, Elastic
+from ganglion.execute.data.idx import find_idx_folder, find_idx_pair, read_idx
+from ganglion.execute.models.convnet import ConvNet
 
 MOMENTUM = 0.9
 Images = tuple[Tensor, Tensor]

@@ -32,13 +32,13 @@ from averaging_wall_server import OwnServer, ServerJob, launch_environment
 from harness import Contestant, Figures, measure_figures, spread
 from torch import nn
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.hogwild import HogwildEasgd, HogwildSgd
-from ganglion.comm import World, torch_world
-from ganglion.simulator.averaging import METHODS, simulate_averaging
-from ganglion.simulator.averaging_costs import AveragingCosts, MessagePrice, jittered
-from ganglion.simulator.averaging_result import COMMUNICATION, AveragingSimulation
-from ganglion.topology import Mesh
+from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
+from ganglion.decide.simulator.averaging.result import COMMUNICATION, AveragingSimulation
+from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
+from ganglion.decide.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.hogwild import HogwildEasgd, HogwildSgd
+from ganglion.execute.comm import World, torch_world
 
 NUM_WORKERS = 4
 BETA, LR = 0.9, 0.05

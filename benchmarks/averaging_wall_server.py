@@ -21,9 +21,9 @@ import torch
 from averaging_delay import Carrier, SlowDoor
 from averaging_training import make_model
 
-from ganglion.averaging import server
-from ganglion.averaging.average import ElasticAverage
-from ganglion.simulator.averaging_costs import MessagePrice
+from ganglion.decide.simulator.averaging.costs import MessagePrice
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.served import server
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ganglion.comm import Group, Transport, World, torch_world
-from ganglion.topology import Mesh
+from ganglion.decide.topology import Mesh
+from ganglion.execute.comm import Group, Transport, World, torch_world
 
 TIMEOUT_S = 60.0
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
@@ -230,7 +230,7 @@ def open_ways(world: str, arguments: Sequence[str]) -> dict[str, Way]:
     if world == "mpi":
         from mpi4py import MPI
 
-        from ganglion.comm.mpi_world import open_mpi_world
+        from ganglion.execute.comm.mpi.world import open_mpi_world
 
         mesh = Mesh(data=MPI.COMM_WORLD.Get_size())
         return {"mpi": OurWay(open_mpi_world(mesh, TIMEOUT_S))}

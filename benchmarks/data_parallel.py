@@ -22,10 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ganglion import Plan, parallelize
-from ganglion.comm import torch_world
-from ganglion.config import GPTShape
-from ganglion.models import GPT, cross_entropy
-from ganglion.train.host_memory import keep_freed_memory
+from ganglion.decide.shapes import GPTShape
+from ganglion.execute.comm import torch_world
+from ganglion.execute.measure.host_memory import keep_freed_memory
+from ganglion.execute.models import GPT, cross_entropy
 
 MAX_GRAD_NORM = 1.0
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)

@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ganglion.costs import (
-    MIXED,
-    TWO_MASTERS,
-    Parameter,
-    StateRules,
-    Tier,
-    gpt_parameters,
-    state_memory,
-)
-from ganglion.topology import Mesh
+from ganglion.decide.costs import MIXED, TWO_MASTERS, StateRules, Tier, state_memory
+from ganglion.decide.shapes import Parameter, gpt_parameters
+from ganglion.decide.topology import Mesh
 
 GB = 1e9
 ONE = Mesh()

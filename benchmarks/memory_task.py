@@ -25,14 +25,14 @@ from torch import Tensor
 
 from ganglion import Plan, parallelize
 from ganglion.cli.machine import usable_cores
-from ganglion.comm import torch_world
-from ganglion.config import GPTShape
-from ganglion.models import GPT, cross_entropy
-from ganglion.offload import DiskTier
-from ganglion.offload.tier import page_buffer
-from ganglion.train import Run
-from ganglion.train.memory_watch import MemoryWatch
-from ganglion.train.offloaded import OffloadSettings
+from ganglion.decide.shapes import GPTShape
+from ganglion.execute.comm import torch_world
+from ganglion.execute.measure.memory_watch import MemoryWatch
+from ganglion.execute.models import GPT, cross_entropy
+from ganglion.execute.offload import DiskTier
+from ganglion.execute.offload.tier import page_buffer
+from ganglion.execute.train import Run
+from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.units import MIB
 
 CPU = torch.device("cpu")

@@ -44,8 +44,8 @@ from rich.table import Table
 PARTS = ("real", "virtual", "jitter")
 # What takes long to import: a run has some hundred processes.
 PRELOADED = (
-    "ganglion.simulator",
-    "ganglion.train",
+    "ganglion.decide.simulator",
+    "ganglion.execute.train",
     "rich.table",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

@@ -20,8 +20,8 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from ganglion.comm import Arrival, Transport, World
-from ganglion.comm.message import Numbers
+from ganglion.execute.comm import Arrival, Transport, World
+from ganglion.execute.comm.message import Numbers
 from ganglion.trace import Recorder
 
 _KINDS = {"forward": 0, "backward": 1}

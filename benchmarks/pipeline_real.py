@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from ganglion import Plan, parallelize
-from ganglion.comm import torch_world
-from ganglion.models import cross_entropy
-from ganglion.train.host_memory import keep_freed_memory
+from ganglion.execute.comm import torch_world
+from ganglion.execute.measure.host_memory import keep_freed_memory
+from ganglion.execute.models import cross_entropy
 
 NUM_RANKS = 2
 Turn = Callable[[], Figures]

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 )
 from torch.optim import Optimizer
 
-from ganglion.schedules import StageMap
+from ganglion.decide.schedules.pipeline import StageMap
 
 CPU = torch.device("cpu")
 Batch = tuple[Tensor, Tensor]

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from ganglion import Plan, parallelize
-from ganglion.comm import torch_world
-from ganglion.costs import StageTimes
-from ganglion.schedules import ScheduleOptions, make_schedule
-from ganglion.schedules.action import UPDATE
-from ganglion.simulator import Surroundings, simulate
+from ganglion.decide.costs import StageTimes
+from ganglion.decide.schedules.pipeline import ScheduleOptions, make_schedule
+from ganglion.decide.schedules.pipeline.action import UPDATE
+from ganglion.decide.simulator import Surroundings, simulate
+from ganglion.execute.comm import torch_world
 
 NUM_FLOATS = 16 << 10  # 64 KB a message
 make_optimizer = partial(torch.optim.SGD, lr=1e-3)

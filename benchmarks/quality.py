@@ -32,13 +32,13 @@ from rich.table import Table
 from ganglion import parallelize
 from ganglion.cli.cache import cache_folder
 from ganglion.cli.train import prepare_data
-from ganglion.comm import torch_world
-from ganglion.config import Override, RunFile, load_run_file, resolve
-from ganglion.config.recipes import QUICKSTART, recipe
-from ganglion.models import loss_function
-from ganglion.train.job import build_blocks, open_source
-from ganglion.train.learning_rate import warmup_cosine
-from ganglion.train.optimizers import optimizer_factory
+from ganglion.decide.config import Override, RunFile, load_run_file, resolve
+from ganglion.decide.config.recipes import QUICKSTART, recipe
+from ganglion.execute.comm import torch_world
+from ganglion.execute.models import loss_function
+from ganglion.execute.train.job import build_blocks, open_source
+from ganglion.execute.update.learning_rate import warmup_cosine
+from ganglion.execute.update.optimizers import optimizer_factory
 
 PIPE = 2
 STEPS, QUICK_STEPS = 140, 25

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from harness import Row, arguments, report, spread
 
-from ganglion.costs import StageTimes
-from ganglion.schedules import SCHEDULES, make_schedule
-from ganglion.schedules.action import BACKWARD, FORWARD, WEIGHT
-from ganglion.simulator import Simulation, Surroundings, simulate
+from ganglion.decide.costs import StageTimes
+from ganglion.decide.schedules.pipeline import SCHEDULES, make_schedule
+from ganglion.decide.schedules.pipeline.action import BACKWARD, FORWARD, WEIGHT
+from ganglion.decide.simulator import Simulation, Surroundings, simulate
 
 SIZES = ((8, 2000), (64, 256))
 QUICK_SIZES = ((8, 100), (16, 32))

@@ -35,7 +35,7 @@ PARTS = ("real", "overlap")
 OURS = ("x2", "z2", "z2_keep")
 # What takes long to import.
 PRELOADED = (
-    "ganglion.train",
+    "ganglion.execute.train",
     "rich.table",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

@@ -25,12 +25,12 @@ from harness import Contestant, Figures
 from pipeline_real import timed
 from torch import Tensor, nn
 
-from ganglion.comm import Group, Handle, World, torch_world
-from ganglion.costs import Matmul, Repeats, gpt_matmuls, ring_sent, tensor_traffic
-from ganglion.tensor import Grid, TensorSettings, Weights
-from ganglion.tensor.multiply import Layer, multiply
-from ganglion.tensor.products import Sizes
-from ganglion.topology import Mesh
+from ganglion.decide.costs import Matmul, Repeats, gpt_matmuls, ring_sent, tensor_traffic
+from ganglion.decide.topology import Mesh
+from ganglion.execute.comm import Group, Handle, World, torch_world
+from ganglion.execute.tensor import Grid, TensorSettings, Weights
+from ganglion.execute.tensor.multiply import Layer, multiply
+from ganglion.execute.tensor.products import Sizes
 
 MESH = Mesh(x=2, z=2)
 HEADS = 8

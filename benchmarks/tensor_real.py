@@ -25,10 +25,10 @@ from pipeline_real import timed
 from tensor_torch import Batch, Training
 
 from ganglion import Plan, parallelize
-from ganglion.comm import torch_world
-from ganglion.models import cross_entropy
-from ganglion.tensor import TensorSettings
-from ganglion.train.host_memory import keep_freed_memory
+from ganglion.execute.comm import torch_world
+from ganglion.execute.measure.host_memory import keep_freed_memory
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.tensor import TensorSettings
 
 NUM_RANKS = 2
 KEEP = TensorSettings(keep_gathered=True)

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.optim import Optimizer
 
-from ganglion.models import GPT, cross_entropy
+from ganglion.execute.models import GPT, cross_entropy
 
 Batch = tuple[Tensor, Tensor]
 

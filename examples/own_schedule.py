@@ -9,9 +9,9 @@ cd examples && ganglion train --nproc 2 --parallel.pipe 2 --parallel.schedule ow
 import sys
 
 import ganglion
-from ganglion.costs import StageTimes
-from ganglion.schedules import BUILT_IN, ListedSchedule, StageMap, rehearse
-from ganglion.simulator import simulate
+from ganglion.decide.costs import StageTimes
+from ganglion.decide.schedules.pipeline import BUILT_IN, ListedSchedule, StageMap, rehearse
+from ganglion.decide.simulator import simulate
 from ganglion.trace import render_grid
 
 

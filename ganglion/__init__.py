@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from ganglion.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ganglion.decide.plan import Plan
     from ganglion.errors import GanglionError
-    from ganglion.plan import Plan
-    from ganglion.train import Run, StepResult, parallelize
+    from ganglion.execute.train import Run, StepResult, parallelize
 
 __version__ = "0.1.0"
 
@@ -27,10 +27,10 @@ __all__ = ["GanglionError", "Plan", "Run", "StepResult", "__version__", "paralle
 
 _HOME = {
     "GanglionError": "errors",
-    "Plan": "plan",
-    "Run": "train",
-    "StepResult": "train",
-    "parallelize": "train",
+    "Plan": "decide.plan",
+    "Run": "execute.train",
+    "StepResult": "execute.train",
+    "parallelize": "execute.train",
 }
 
 __getattr__ = lazy_names(__name__, _HOME)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan
-from ganglion.averaging.outer import OuterFactory, local_sgd
-from ganglion.comm import World
-from ganglion.models import cross_entropy
-from ganglion.train import Run
+from ganglion.execute.averaging.methods.outer import OuterFactory, local_sgd
+from ganglion.execute.comm import World
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.train import Run
 from tests.serial import Batch, assert_same_by_name, copies
 from tests.tensors import Held, whole
 from tests.training import FACTORIES, Case, History, make_batches, make_model, make_run, share_of

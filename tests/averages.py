@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.method import ExchangeMetrics
-from ganglion.comm import World, run_threads
-from ganglion.topology import Mesh
+from ganglion.decide.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.method import ExchangeMetrics
+from ganglion.execute.comm import World, run_threads
 
 LR = 0.05
 Weights = dict[str, Tensor]

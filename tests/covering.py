@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ganglion.topology.mesh import AXES
+from ganglion.decide.topology.mesh import AXES
 
 Factors = Mapping[str, Hashable]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ganglion.models import cross_entropy
+from ganglion.execute.models import cross_entropy
 from tests.serial import History, copies, load_weights
 from tests.training import FACTORIES, Case, make_batches, make_model
 

@@ -143,8 +143,8 @@ def call(task: tuple[str, str, str, tuple[Any, ...]], rank: int, num_ranks: int)
     """Run the body that a test sent; return the kind of the reply and its value."""
     import torch
 
-    from ganglion.comm import torch_world
-    from ganglion.topology import Mesh
+    from ganglion.decide.topology import Mesh
+    from ganglion.execute.comm import torch_world
 
     os.environ[TEST], module, name, args = task
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ganglion.comm import Arrival, Transport, World
+from ganglion.execute.comm import Arrival, Transport, World
 
 DTYPES = (
     torch.float32,

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from ganglion.comm import SoloGroup
-from ganglion.config.schema import OptimizerSection
-from ganglion.gradients import GradientBuckets, Reach
-from ganglion.pipeline import WeightVersions
+from ganglion.decide.config.schema import OptimizerSection
+from ganglion.execute.comm import SoloGroup
+from ganglion.execute.gradients import GradientBuckets, Reach
+from ganglion.execute.update import WeightVersions
+from ganglion.execute.update.masters import MasterUpdate
+from ganglion.execute.update.offloaded import OffloadedUpdate, OffloadSettings, StateOnTier
+from ganglion.execute.update.offloaded_masters import OffloadedMasterUpdate, masters_on_tier
+from ganglion.execute.update.optimizers import OptimizerFactory, optimizer_factory
+from ganglion.execute.update.precision import take_masters
+from ganglion.execute.update.updating import PlainUpdate, Update
 from ganglion.trace import Recorder
-from ganglion.train.masters import MasterUpdate
-from ganglion.train.offloaded import OffloadedUpdate, OffloadSettings, StateOnTier
-from ganglion.train.offloaded_masters import OffloadedMasterUpdate, masters_on_tier
-from ganglion.train.optimizers import OptimizerFactory, optimizer_factory
-from ganglion.train.precision import take_masters
-from ganglion.train.updating import PlainUpdate, Update
 
 # Several grains of 2048 elements and a tail; less than a grain; a matrix; a single number.
 SHAPES: dict[str, tuple[int, ...]] = {

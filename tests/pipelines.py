@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan
-from ganglion.comm import Faults, World, run_threads
-from ganglion.models import cross_entropy
+from ganglion.execute.comm import Faults, World, run_threads
+from ganglion.execute.models import cross_entropy
 from tests.serial import (
     History,
     assert_same_history,

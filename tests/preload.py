@@ -17,7 +17,7 @@ import torch.utils.tensorboard
 import ganglion
 
 # Starting MPI is the business of a process under mpiexec.
-_LEFT_OUT = ("ganglion.__main__", "ganglion.comm.mpi", "ganglion.averaging.mpi")
+_LEFT_OUT = ("ganglion.__main__", "ganglion.execute.comm.mpi", "ganglion.execute.averaging.mpi")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

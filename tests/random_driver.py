@@ -10,9 +10,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from ganglion.schedules import Follower, RankSchedule
-from ganglion.schedules.action import BACKWARD, COMPUTE, FORWARD, Action, Message, Order
-from ganglion.schedules.validate import Case, LawBroken, Step, check_laws
+from ganglion.decide.schedules.pipeline import Follower, RankSchedule
+from ganglion.decide.schedules.pipeline.action import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    Action,
+    Message,
+    Order,
+)
+from ganglion.decide.schedules.pipeline.validate import Case, LawBroken, Step, check_laws
 
 Member = RankSchedule | Follower
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ganglion.costs import StageTimes
-from ganglion.schedules import ScheduleOptions, make_schedule
-from ganglion.schedules.validate import Case, check_laws
-from ganglion.simulator import Simulation, Surroundings, simulate
+from ganglion.decide.costs import StageTimes
+from ganglion.decide.schedules.pipeline import ScheduleOptions, make_schedule
+from ganglion.decide.schedules.pipeline.validate import Case, check_laws
+from ganglion.decide.simulator import Simulation, Surroundings, simulate
 
 UNIT = StageTimes(forward_s=1, backward_s=1, weight_s=1)
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, run_threads
-from ganglion.config import ConvShape, GPTShape, MLPShape, ModelShape
-from ganglion.models import named_buffers, named_parameters
-from ganglion.tensor import WITHOUT_OVERLAP, TensorSettings
-from ganglion.topology import Coordinates, Mesh, ModelCuts, Placement
-from ganglion.train import Run, random_stream
-from ganglion.train.random_stream import RandomStream
-from ganglion.train.replica import autocast
+from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.decide.topology import Coordinates, Mesh, ModelCuts, Placement
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.models import named_buffers, named_parameters
+from ganglion.execute.tensor import WITHOUT_OVERLAP, TensorSettings
+from ganglion.execute.train import Run, random_stream
+from ganglion.execute.train.random_stream import RandomStream
+from ganglion.execute.train.replica import autocast
 from tests.serial import (
     TOLERANCE,
     Batch,

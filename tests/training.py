@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World
-from ganglion.config import ConvShape, GPTShape, MLPShape, ModelShape
-from ganglion.config.schema import OptimizerSection
-from ganglion.models import build_model, cross_entropy
-from ganglion.tensor import TensorSettings
+from ganglion.decide.config.schema import OptimizerSection
+from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.execute.comm import World
+from ganglion.execute.models import build_model, cross_entropy
+from ganglion.execute.tensor import TensorSettings
+from ganglion.execute.train import Run
+from ganglion.execute.train.averaged import AveragingSettings
+from ganglion.execute.train.offloaded_activations import ActivationSettings
+from ganglion.execute.update.offloaded import OffloadSettings
+from ganglion.execute.update.optimizers import NamedParameters, OptimizerFactory, optimizer_factory
 from ganglion.trace import Event, Recorder
-from ganglion.train import Run
-from ganglion.train.averaged import AveragingSettings
-from ganglion.train.offloaded import OffloadSettings
-from ganglion.train.offloaded_activations import ActivationSettings
-from ganglion.train.optimizers import NamedParameters, OptimizerFactory, optimizer_factory
 from tests.serial import Batch, History, assert_same_gradients, copies, train_serially
 from tests.tensors import WIDE, Held
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ganglion.topology import (
+from ganglion.decide.topology import (
     BATCH,
     GROUP,
     NORMAL,

@@ -9,11 +9,21 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ganglion.checkpoint import latest_checkpoint
-from ganglion.config import RunFile, load_run_file, read_toml, render_run_file
-from ganglion.config.run_folder import CHECKPOINTS, LOGS, METRICS_FILE, PLAN_FILE, RUN_FILE, RUNS
+from ganglion.decide.config import (
+    CHECKPOINTS,
+    LOGS,
+    METRICS_FILE,
+    PLAN_FILE,
+    RUN_FILE,
+    RUNS,
+    RunFile,
+    load_run_file,
+    read_toml,
+    render_run_file,
+)
+from ganglion.decide.plan import Plan
 from ganglion.errors import ConfigError
-from ganglion.plan import Plan
+from ganglion.execute.checkpoint import latest_checkpoint
 
 _NEXT = ".next"
 

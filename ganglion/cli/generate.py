@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ganglion.cli.folder import read_folder
-from ganglion.config import RunFile
-from ganglion.config.run_folder import CHECKPOINTS
+from ganglion.decide.config import CHECKPOINTS, RunFile
 from ganglion.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -36,9 +35,9 @@ def sample_text(
         )
     import torch  # refusals, like the help, must answer without it
 
-    from ganglion.data import load_tokenizer
-    from ganglion.models import generate
-    from ganglion.train import build_blocks
+    from ganglion.execute.data import load_tokenizer
+    from ganglion.execute.models import generate
+    from ganglion.execute.train import build_blocks
 
     tokenizer = load_tokenizer(folder)
     blocks = build_blocks(file, tokenizer.vocab_size, (file.data.seq_len,))
@@ -61,8 +60,8 @@ def sample_text(
 def _load_weights(folder: Path, blocks: dict[str, nn.Module]) -> None:
     import torch
 
-    from ganglion.checkpoint import latest_checkpoint, load_exported
-    from ganglion.models import named_buffers, named_parameters
+    from ganglion.execute.checkpoint import latest_checkpoint, load_exported
+    from ganglion.execute.models import named_buffers, named_parameters
 
     newest = latest_checkpoint(folder / CHECKPOINTS)
     if newest is None:

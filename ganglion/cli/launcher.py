@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ganglion.cli.rank_server import run_rank
 from ganglion.cli.rendezvous import LOCAL_RENDEZVOUS, register_local_rendezvous
-from ganglion.config.run_folder import LOGS
+from ganglion.decide.config import LOGS
 
 FAILED = 1
 _CAUSE = "The above exception was the direct cause of the following exception"

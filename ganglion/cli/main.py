@@ -192,8 +192,8 @@ def schedule(
 ) -> None:
     """Draw a pipeline schedule and say what it costs."""
     from ganglion.cli.schedule import ScheduleRequest, schedule_command
-    from ganglion.costs import StageTimes
-    from ganglion.schedules import ScheduleOptions
+    from ganglion.decide.costs import StageTimes
+    from ganglion.decide.schedules.pipeline import ScheduleOptions
 
     times = StageTimes(
         forward_s=forward_s,

@@ -13,20 +13,13 @@ from rich.table import Table
 
 from ganglion.cli.simulate import num_cluster_ranks
 from ganglion.cli.train import TrainOptions, fitted_plan, read_run_file
-from ganglion.config import (
-    GPTShape,
-    MemoryOptions,
-    ModelShape,
-    RunFile,
-    expected_shape,
-    predicted_memory,
-    server_memory,
-)
-from ganglion.config.tensor_checks import check_vocabulary
-from ganglion.costs import CATEGORIES, Cluster, Memory, find_cluster
+from ganglion.decide.config import RunFile, check_vocabulary
+from ganglion.decide.costs import CATEGORIES, Cluster, Memory, find_cluster
+from ganglion.decide.plan import Plan
+from ganglion.decide.predict import MemoryOptions, expected_shape, predicted_memory, server_memory
+from ganglion.decide.shapes import GPTShape, ModelShape
+from ganglion.decide.topology import Launch
 from ganglion.errors import ConfigError
-from ganglion.plan import Plan
-from ganglion.topology import Launch
 from ganglion.units import GIB, MIB, format_bytes
 
 # The letter of each category in the picture, and its heading in the table.

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ganglion.config.run_folder import LOGS
+from ganglion.decide.config import LOGS
 from ganglion.errors import GanglionError, LaunchError, PeerLost
 
 if TYPE_CHECKING:
     from ganglion.cli.train import TrainOptions
-    from ganglion.config import RunFile
-    from ganglion.plan import Plan
-    from ganglion.topology import Launch
+    from ganglion.decide.config import RunFile
+    from ganglion.decide.plan import Plan
+    from ganglion.decide.topology import Launch
 
 FAILED = 1
 INTERRUPTED = 130
@@ -150,7 +150,7 @@ def train_as_mpi_rank(
     file: RunFile, plan: Plan, name: str, launch: Launch, options: TrainOptions
 ) -> int:
     """Train as one of the processes that the user's own mpiexec started."""
-    from ganglion.cli.worker import train_under_launcher
+    from ganglion.cli.rank_main import train_under_launcher
 
     with failing_together(launch.rank):
         return train_under_launcher(file, plan, name, launch, options) or 0
@@ -183,7 +183,7 @@ def failure_text(rank: int, error: Exception) -> str:
 
 
 def _abort(code: int) -> None:
-    from ganglion.comm.mpi_world import load_mpi
+    from ganglion.execute.comm.mpi import load_mpi
 
     sys.stdout.flush()
     sys.stderr.flush()
@@ -218,7 +218,7 @@ def main() -> None:
     """Train as a process that `ganglion train` started: FOLDER LOG_LEVEL MODE PID HOST."""
     folder, level, mode, pid, host = Path(sys.argv[1]), *sys.argv[2:6]
     end_with_launcher(int(pid), host)
-    from ganglion.comm.mpi_world import mpi_launch
+    from ganglion.execute.comm.mpi import mpi_launch
 
     launch = mpi_launch()
     with failing_together(launch.rank, folder / LOGS):
@@ -229,8 +229,8 @@ def main() -> None:
 def _train(folder: Path, level: str, launch: Launch, *, resume: bool) -> None:
     from ganglion.cli.folder import read_folder
     from ganglion.cli.logs import log_to_screen
-    from ganglion.cli.worker import meeting_place, train_in_folder
-    from ganglion.comm.mpi_world import open_mpi_world
+    from ganglion.cli.rank_main import meeting_place, train_in_folder
+    from ganglion.execute.comm.mpi import open_mpi_world
 
     log_to_screen(level, sys.stdout)
     file, plan = read_folder(folder, resumed=resume)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ganglion.comm import World
+    from ganglion.execute.comm import World
 
 Key = tuple[str, str, str]  # carrier, "message" or "all-reduce", size
 Times = dict[Key, float]
@@ -32,9 +32,8 @@ def probe_ranks() -> Probe:
     """Measure on both ranks at the same time; run by a launcher."""
     import torch
 
-    from ganglion.comm import open_world
-    from ganglion.comm.rendezvous import torch_world
-    from ganglion.topology import Mesh, read_launch
+    from ganglion.decide.topology import Mesh, read_launch
+    from ganglion.execute.comm import open_world, torch_world
 
     torch.set_num_threads(1)
     launch = read_launch(os.environ)

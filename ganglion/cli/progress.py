@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from ganglion.execute.train import Job
 from ganglion.trace import StepMetrics
-from ganglion.train import Job
 from ganglion.units import format_count, format_duration
 
 _PLAIN_EVERY_S = 5.0

@@ -13,7 +13,7 @@ gc.disable()
 import torch._dynamo  # noqa: E402, F401  torch imports it when the first optimizer is made
 
 import ganglion.cli.main  # noqa: E402
-import ganglion.train  # noqa: E402, F401
+import ganglion.execute.train  # noqa: E402, F401
 
 gc.freeze()
 gc.enable()

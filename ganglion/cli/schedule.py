@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ganglion import trace
-from ganglion.costs import StageTimes
-from ganglion.errors import ConfigError, LayoutError
-from ganglion.schedules import (
+from ganglion.decide.costs import StageTimes
+from ganglion.decide.schedules.pipeline import (
     SCHEDULES,
     RankSchedule,
     ScheduleOptions,
@@ -22,7 +21,8 @@ from ganglion.schedules import (
     rehearse,
     stage_map_of,
 )
-from ganglion.simulator import Simulation, Surroundings, simulate, with_default_limit
+from ganglion.decide.simulator import Simulation, Surroundings, simulate, with_default_limit
+from ganglion.errors import ConfigError, LayoutError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

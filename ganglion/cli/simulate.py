@@ -13,27 +13,20 @@ from rich.console import Console
 from rich.table import Table
 
 from ganglion import trace
-from ganglion.cli.model_times import model_times
-from ganglion.config import (
-    RunFile,
-    decide_activations,
-    load_run_file,
-    read_toml,
-    resolve,
-)
-from ganglion.config.schema import AveragingSection
-from ganglion.costs import Cluster, StageTimes, find_cluster, stage_times_from_file
-from ganglion.errors import ConfigError, LayoutError
-from ganglion.plan import Plan
-from ganglion.schedules import check_planned
-from ganglion.simulator import Disturbance, PlanSimulation, simulate_plan
-from ganglion.simulator.averaging_plan import (
+from ganglion.decide.config import AveragingSection, RunFile, load_run_file, read_toml, resolve
+from ganglion.decide.costs import Cluster, StageTimes, find_cluster, stage_times_from_file
+from ganglion.decide.plan import Plan
+from ganglion.decide.predict import decide_activations, model_times
+from ganglion.decide.schedules.pipeline import check_planned
+from ganglion.decide.simulator import Disturbance, PlanSimulation, simulate_plan
+from ganglion.decide.simulator.averaging import (
     AveragingFigures,
     average_plan,
     without_sums,
     worker_disturbances,
 )
-from ganglion.trace.event import Event
+from ganglion.errors import ConfigError, LayoutError
+from ganglion.trace import Event
 from ganglion.units import format_bytes, format_time
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ganglion.checkpoint import latest_checkpoint
 from ganglion.cli.folder import read_folder
 from ganglion.cli.generate import is_text_model, sample_text
-from ganglion.cli.measured_memory import print_memory
-from ganglion.config.run_folder import CHECKPOINTS, METRICS_FILE, MODEL_FILE
+from ganglion.cli.machine import usable_cores
+from ganglion.decide.config import CHECKPOINTS, METRICS_FILE, MODEL_FILE
+from ganglion.decide.predict import print_memory
+from ganglion.execute.checkpoint import latest_checkpoint
 from ganglion.trace import StepMetrics, read_metrics
 from ganglion.units import format_bytes, format_count, format_duration
 
@@ -29,9 +30,9 @@ def print_summary(folder: Path, exit_code: int) -> None:
     console.print(_table(metrics, "tokens" if file.data.kind in TOKEN_DATA else "samples"))
     print_memory(folder, console)
     if exit_code == 0 and plan.pipe > 1:
-        from ganglion.cli.compare import print_comparison  # the simulator is not always wanted
+        from ganglion.decide.predict import print_comparison
 
-        print_comparison(folder, plan, console)
+        print_comparison(folder, plan, usable_cores(), console)
     if exit_code == 0 and file.output.sample_tokens and is_text_model(file):
         text = sample_text(folder, file.output.sample_prompt, file.output.sample_tokens)
         console.print("sample of generated text:", style="bold")

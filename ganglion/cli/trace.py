@@ -11,20 +11,26 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ganglion.trace.critical_path import CriticalPath, critical_path
-from ganglion.trace.diff import KindDiff, PlaceDiff, TraceDiff, diff_traces
-from ganglion.trace.event import Event
-from ganglion.trace.files import check_suffix, read_trace, write_trace
-from ganglion.trace.recorder import event_to_json
-from ganglion.trace.statistics import (
+from ganglion.trace import (
     RECEIVES,
     SENDS,
+    CriticalPath,
+    Event,
+    KindDiff,
     LinkStatistics,
+    PlaceDiff,
     RankStatistics,
+    TraceDiff,
     TraceStatistics,
+    check_suffix,
+    critical_path,
+    diff_traces,
+    event_to_json,
+    read_trace,
     summarise,
+    time_unit,
+    write_trace,
 )
-from ganglion.trace.svg import time_unit
 from ganglion.units import format_bytes
 
 Format = Callable[[float], str]

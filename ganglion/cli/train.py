@@ -15,24 +15,26 @@ from ganglion.cli.folder import newest_run, prepare_folder
 from ganglion.cli.forwarding import forwarded_signals
 from ganglion.cli.rank_server import rank_processes, start_rank_server
 from ganglion.cli.summary import print_summary
-from ganglion.config import (
+from ganglion.decide.config import (
+    QUICKSTART,
+    RUN_FILE,
+    AveragingSection,
+    MemorySection,
     Override,
+    ParallelSection,
     RunFile,
     check_plan,
-    decide_activations,
-    fit_budget,
     load_run_file,
     read_toml,
+    recipe,
     render_run_file,
     resolve,
 )
-from ganglion.config.recipes import QUICKSTART, recipe
-from ganglion.config.run_folder import RUN_FILE
-from ganglion.config.schema import AveragingSection, MemorySection, ParallelSection
+from ganglion.decide.plan import Plan
+from ganglion.decide.predict import decide_activations, fit_budget
+from ganglion.decide.schedules.pipeline import canonical_schedule
+from ganglion.decide.topology import Launch, read_launch
 from ganglion.errors import ConfigError
-from ganglion.plan import Plan
-from ganglion.schedules import canonical_schedule
-from ganglion.topology import Launch, read_launch
 
 # What a plan file decides; the run file's own values for these are not used beside one.
 _DECIDED_BY_PLAN = (
@@ -42,7 +44,7 @@ _DECIDED_BY_PLAN = (
     "train.microbatch_size",
     "train.precision",
 )
-_RANK = "ganglion.cli.worker"
+_RANK = "ganglion.cli.rank_main"
 _PLAN_FIELDS = {field.name for field in fields(Plan)}
 _NOT_IN_A_PLAN = (
     *(f"parallel.{key}" for key in ParallelSection.model_fields if key not in _PLAN_FIELDS),
@@ -92,14 +94,14 @@ def train_command(options: TrainOptions) -> int:
         from ganglion.cli.mpi import train_as_mpi_rank
 
         return train_as_mpi_rank(file, plan, _name(options), launch, options)
-    from ganglion.cli.worker import train_under_launcher
+    from ganglion.cli.rank_main import train_under_launcher
 
     return train_under_launcher(file, plan, _name(options), launch, options) or 0
 
 
 def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
     if plan.num_ranks == 1:
-        from ganglion.cli.worker import train_in_folder
+        from ganglion.cli.rank_main import train_in_folder
 
         folder = prepare_folder(file, plan, _name(options), resume=options.resume)
         code = train_in_folder(folder, Launch(), resume=options.resume)
@@ -155,7 +157,7 @@ def _wants_mpiexec(file: RunFile, plan: Plan, launch: Launch) -> bool:
 
 def prepare_data(file: RunFile) -> None:
     """Refuse missing data, and turn text into tokens, before ranks wait for each other."""
-    from ganglion.data import find_idx_folder, prepare_tokens
+    from ganglion.execute.data import find_idx_folder, prepare_tokens
 
     data = file.data
     if data.kind == "text":

@@ -20,16 +20,16 @@ from ganglion.cli.folder import prepare_folder
 from ganglion.cli.forwarding import forwarded_signals
 from ganglion.cli.rank_server import rank_processes, start_rank_server
 from ganglion.cli.train import TrainOptions, make_plan, prepare_data, read_run_file
-from ganglion.config import RunFile
+from ganglion.decide.config import RunFile
+from ganglion.decide.plan import Plan
+from ganglion.decide.schedules.pipeline import planned_schedule
+from ganglion.decide.topology import Launch, read_launch
 from ganglion.errors import ConfigError
-from ganglion.plan import Plan
-from ganglion.schedules import planned_schedule
-from ganglion.topology import Launch, read_launch
 
 if TYPE_CHECKING:
-    from ganglion.cli.differences import Difference
+    from ganglion.execute.checkpoint import Difference
 
-_WORKER = "ganglion.cli.verify_worker"
+_WORKER = "ganglion.cli.verify_rank"
 _FAILED = 1
 _STOPPING = "\nstopping"
 
@@ -147,7 +147,7 @@ def _described(plan: Plan) -> str:
 
 
 def _compare(folder: Path, options: VerifyOptions) -> int:
-    from ganglion.cli.differences import compare_folders, formula
+    from ganglion.execute.checkpoint import compare_folders, formula
 
     found = compare_folders(folder / "layout", folder / "serial", options.tolerance)
     _print_table(found)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ganglion.comm import SUM, Arrival, Handle, World
-from ganglion.topology import Mesh
+from ganglion.decide.topology import Mesh
+from ganglion.execute.comm import SUM, Arrival, Handle, World
 from ganglion.trace import Recorder
 from tests.messages import contents, make_tensor
 from tests.single.test_shm_group_parts import plain, plain_tree

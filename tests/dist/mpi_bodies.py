@@ -25,14 +25,14 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from ganglion.cli.overrides import split_overrides
-from ganglion.comm import MAX, SUM, torch_world
-from ganglion.comm.mpi_group import EAGER_BYTES
-from ganglion.comm.mpi_world import MpiMeeting, mpi_launch
-from ganglion.comm.reduce_order import combine, combine_by_tree
-from ganglion.config import Override, RunFile, load_run_file, resolve
-from ganglion.config.recipes import QUICKSTART, recipe
+from ganglion.decide.config import Override, RunFile, load_run_file, resolve
+from ganglion.decide.config.recipes import QUICKSTART, recipe
+from ganglion.decide.topology import Mesh
 from ganglion.errors import CommError
-from ganglion.topology import Mesh
+from ganglion.execute.comm import MAX, SUM, torch_world
+from ganglion.execute.comm.mpi.group import EAGER_BYTES
+from ganglion.execute.comm.mpi.world import MpiMeeting, mpi_launch
+from ganglion.execute.comm.reduce_order import combine, combine_by_tree
 from tests.command import TINY, metrics_of
 from tests.dist.test_comm_gloo import every_collective
 
@@ -303,7 +303,7 @@ def torch_too(meeting: MpiMeeting) -> list[Any]:
 def trained_over_gloo(meeting: MpiMeeting) -> list[float]:
     """Return the losses of a training in these processes, which Gloo carries."""
     from ganglion.cli.folder import prepare_folder
-    from ganglion.cli.worker import train_in_folder
+    from ganglion.cli.rank_main import train_in_folder
 
     file = tiny_run_file(Path(sys.argv[1]) / "run")
     plan = resolve(file, meeting.num_ranks)

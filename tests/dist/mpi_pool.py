@@ -103,7 +103,7 @@ class _Process:
 @functools.cache
 def meeting() -> Any:
     """Return the meeting of all ranks of this mpiexec."""
-    from ganglion.comm.mpi_world import MpiMeeting
+    from ganglion.execute.comm.mpi.world import MpiMeeting
 
     return MpiMeeting(timeout_s=60.0)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ganglion import Plan, Run, parallelize
 from ganglion.errors import OffloadError
-from ganglion.train.offloaded import OffloadSettings
+from ganglion.execute.update.offloaded import OffloadSettings
 
 WIDTH = 96
 NUM_STEPS = 6

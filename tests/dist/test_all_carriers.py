@@ -18,8 +18,8 @@ from hypothesis import Phase as Stage
 from hypothesis import strategies as st
 
 from ganglion.cli.mpi import require_mpiexec
-from ganglion.comm import MAX, SUM, World, run_threads, torch_world
-from ganglion.topology import Mesh
+from ganglion.decide.topology import Mesh
+from ganglion.execute.comm import MAX, SUM, World, run_threads, torch_world
 from tests.dist.carrier_programs import (
     AXES,
     DEADLINE_S,

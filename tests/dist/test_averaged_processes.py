@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from ganglion import Plan
-from ganglion.comm import World, torch_world
-from ganglion.train import Run
-from ganglion.train.averaged import AveragingSettings
+from ganglion.execute.comm import World, torch_world
+from ganglion.execute.train import Run
+from ganglion.execute.train.averaged import AveragingSettings
 from tests.averaged import Weights, WorkerSaw, assert_equals, seen, train_averaged, train_workers
 from tests.command import TINY, ganglion, metrics_of
 from tests.harness import Ranks

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ganglion.averaging.hogwild import HogwildEasgd
-from ganglion.averaging.packed import Packed
-from ganglion.averaging.rules import Elastic
-from ganglion.averaging.served import ServedEasgd
-from ganglion.averaging.server import CenterServer
-from ganglion.averaging.shards import ShardedCenter
-from ganglion.averaging.shared_center import SharedCenter
-from ganglion.averaging.snapshot import Snapshots, load_snapshot
-from ganglion.schedules.elastic_rates import ElasticRate
-from ganglion.schedules.served_exchange import EXCHANGE
+from ganglion.decide.schedules.exchanges.elastic_rates import ElasticRate
+from ganglion.decide.schedules.exchanges.served import EXCHANGE
+from ganglion.execute.averaging.methods.hogwild import HogwildEasgd
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.methods.shared_center import SharedCenter
+from ganglion.execute.averaging.served.methods import ServedEasgd
+from ganglion.execute.averaging.served.rules import Elastic
+from ganglion.execute.averaging.served.server import CenterServer
+from ganglion.execute.averaging.served.shards import ShardedCenter
+from ganglion.execute.averaging.served.snapshot import Snapshots, load_snapshot
 from tests.command import environment
 from tests.crew import DEADLINE_S, Crew, await_true
 
@@ -335,7 +335,7 @@ def race_under_mpi(folder: Path) -> None:
     """Run on every rank of mpiexec: first additions that collide on purpose, then a training."""
     from mpi4py import MPI
 
-    from ganglion.averaging.mpi_center import WindowCenter
+    from ganglion.execute.averaging.served.mpi_center import WindowCenter
 
     class Contended(WindowCenter):
         def _between(self) -> None:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.outer import diloco
-from ganglion.comm import World, torch_world
+from ganglion.decide.topology import Mesh
 from ganglion.errors import PeerLost
-from ganglion.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.outer import diloco
+from ganglion.execute.comm import World, torch_world
 from tests.crew import Crew
 
 BETA, DOOMED_AT, NUM_AFTER = 0.9, 5, 5

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion.averaging import ElasticAverage
 from ganglion.errors import ConfigError
+from ganglion.execute.averaging import ElasticAverage
 from tests.crew import DEADLINE_S, Crew, await_true
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.outer import diloco
-from ganglion.comm import World, torch_world
-from ganglion.topology import Mesh
+from ganglion.decide.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.outer import diloco
+from ganglion.execute.comm import World, torch_world
 from tests.averages import (
     Trained,
     assert_near,

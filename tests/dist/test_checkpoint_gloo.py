@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ganglion.checkpoint import SavedState, latest_checkpoint, load, read_specs, save
+from ganglion.decide.plan import Plan
 from ganglion.errors import CheckpointError, PeerLost
-from ganglion.plan import Plan
+from ganglion.execute.checkpoint import SavedState, latest_checkpoint, load, read_specs, save
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -198,7 +198,7 @@ def fail_on_rank_1(ranks: GlooRanks, folder: Path) -> None:
             def full(*args: object) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr("ganglion.checkpoint.tensor_file.write_durably", full)
+            patch.setattr("ganglion.execute.checkpoint.tensor_file.write_durably", full)
         with pytest.raises(CheckpointError, match=r"^rank 1: cannot write .*No space left"):
             save(folder, whole(), STATE, ranks, process_group=ranks.group, keep=2)
     assert latest_checkpoint(folder) == folder / "step-00000002"

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from ganglion import Plan
-from ganglion.comm import World, open_world, torch_world
+from ganglion.decide.topology import Launch
 from ganglion.errors import CheckpointError
-from ganglion.topology import Launch
-from ganglion.train import Run
+from ganglion.execute.comm import World, open_world, torch_world
+from ganglion.execute.train import Run
 from tests.harness import Ranks
 from tests.pipelines import delayed
 from tests.serial import TOLERANCE, History, assert_same_by_name, copies

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ganglion import Plan
-from ganglion.config import load_run_file, read_toml, resolve
+from ganglion.decide.config import load_run_file, read_toml, resolve
 from tests.command import (
     DEADLINE_S,
     TINY,

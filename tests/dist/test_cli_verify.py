@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ganglion import Plan
-from ganglion.cli.differences import Told, compare, formula
 from ganglion.cli.verify import serial_plan
 from ganglion.errors import ConfigError
+from ganglion.execute.checkpoint.differences import Told, compare, formula
 from tests.command import TINY, environment, python
 
 DEADLINE_S = 200  # two trainings, each with processes of its own
@@ -108,7 +108,7 @@ def test_dropout_is_the_same_on_both_sides(tmp_path: Path) -> None:
     sizes = {"vocab_size": 256, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
     settings = {"model_type": "gpt2", **sizes, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
     args = [word for key, value in settings.items() for word in (f"--model.args.{key}", str(value))]
-    model = ["--model.build", "ganglion.models.hugging_face:build", *args]
+    model = ["--model.build", "ganglion.execute.models.hugging_face:build", *args]
     result = verify(*TINY, *model, "--nproc", "2", "--steps", "2", cwd=tmp_path)
     assert_equal(result, tmp_path)
     assert "2 steps in fp64 on 2 processes (data=2)" in result.stdout

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ganglion.comm import MAX, Group, World, run_threads, torch_world
-from ganglion.comm.torch_group import new_group
+from ganglion.decide.topology import Mesh
 from ganglion.errors import PeerLost, ProtocolError
-from ganglion.topology import Mesh
+from ganglion.execute.comm import MAX, Group, World, run_threads, torch_world
+from ganglion.execute.comm.torch.group import new_group
 from tests.harness import RankFailed, Ranks
 
 

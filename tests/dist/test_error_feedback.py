@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from ganglion import Plan
-from ganglion.comm import World, torch_world
 from ganglion.errors import CheckpointError
-from ganglion.train import Run
+from ganglion.execute.comm import World, torch_world
+from ganglion.execute.train import Run
 from tests.command import TINY, ganglion, metrics_of, under_torchrun
 from tests.harness import Ranks
 from tests.pipelines import delayed, merged, plan_for

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ganglion.schedules import SCHEDULES
+from ganglion.decide.schedules.pipeline import SCHEDULES
 from tests.command import python, under_torchrun
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from ganglion.comm import World
+from ganglion.execute.comm import World
 from tests.harness import RankFailed, Ranks
 
 

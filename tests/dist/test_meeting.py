@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ganglion.comm import MAX, World, run_threads, torch_world
-from ganglion.comm.choice import choose_way
-from ganglion.comm.hosts import HostMap, this_host
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError
-from ganglion.topology import Mesh
+from ganglion.execute.comm import MAX, World, run_threads, torch_world
+from ganglion.execute.comm.choice import choose_way
+from ganglion.execute.comm.hosts import HostMap, this_host
 from tests.harness import RankFailed, Ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8)

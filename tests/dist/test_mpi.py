@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from ganglion.comm import run_threads
-from ganglion.topology import Mesh
+from ganglion.decide.topology import Mesh
+from ganglion.execute.comm import run_threads
 from tests.command import TINY, alive, environment, metrics_of
 from tests.dist.test_comm_gloo import every_collective
 from tests.warm_process import WarmProcess
@@ -42,8 +42,8 @@ from ganglion.cli.folder import prepare_folder
 from ganglion.cli.forwarding import forwarded_signals
 from ganglion.cli.mpi import run_under_mpiexec
 from ganglion.cli.overrides import split_overrides
-from ganglion.config import Override, load_run_file, resolve
-from ganglion.config.recipes import QUICKSTART, recipe
+from ganglion.decide.config import Override, load_run_file, resolve
+from ganglion.decide.config.recipes import QUICKSTART, recipe
 
 keys = [Override(*pair) for pair in split_overrides(["train", *sys.argv[2:]])[1]]
 file = load_run_file(recipe(QUICKSTART), keys, QUICKSTART)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ganglion.checkpoint import latest_checkpoint
+from ganglion.execute.checkpoint import latest_checkpoint
 from tests.command import TINY, ganglion, metrics_of, python
 from tests.dist.offload_programs import batches, make_run, train
 

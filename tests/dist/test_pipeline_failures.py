@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ganglion import parallelize
-from ganglion.comm import World, torch_world
 from ganglion.errors import GanglionError
-from ganglion.models import cross_entropy
+from ganglion.execute.comm import World, torch_world
+from ganglion.execute.models import cross_entropy
 from tests.command import TINY, ganglion
 from tests.harness import RankFailed, Ranks
 from tests.pipelines import CASE, plan_for

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ganglion import Plan
-from ganglion.comm import World, torch_world
+from ganglion.execute.comm import World, torch_world
 from tests.command import TINY, ganglion, metrics_of, under_torchrun
 from tests.harness import Ranks
 from tests.pipelines import CASE, merged, plan_for, serial_of, train_at_once

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ganglion import Plan
-from ganglion.comm import World, torch_world
-from ganglion.plan import BF16_MASTER, FP16_MASTER
+from ganglion.decide.plan import BF16_MASTER, FP16_MASTER
+from ganglion.execute.comm import World, torch_world
 from tests.halves import train_in_half
 from tests.harness import Ranks
 from tests.serial import assert_same_by_name, copies

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, torch_world
-from ganglion.train.offloaded_activations import ActivationSettings
+from ganglion.execute.comm import World, torch_world
+from ganglion.execute.train.offloaded_activations import ActivationSettings
 from tests.harness import Ranks
 from tests.pipelines import merged
 from tests.serial import History, assert_same_by_name, copies

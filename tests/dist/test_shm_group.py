@@ -17,11 +17,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ganglion.comm import MAX, SUM, World
-from ganglion.comm.shm_group import ShmGroup
-from ganglion.comm.shm_signals import Links
-from ganglion.comm.unix_mesh import connect_mesh
 from ganglion.errors import CommError, PeerLost, ProtocolError
+from ganglion.execute.comm import MAX, SUM, World
+from ganglion.execute.comm.shm.group import ShmGroup
+from ganglion.execute.comm.shm.signals import Links
+from ganglion.execute.comm.shm.unix_mesh import connect_mesh
 from tests.harness import DEADLINE_S, RankFailed, RankPool, Ranks
 from tests.single.test_shm_group_parts import (
     DTYPES,

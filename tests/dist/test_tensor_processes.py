@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from ganglion import Plan
-from ganglion.comm import World, torch_world
+from ganglion.execute.comm import World, torch_world
 from tests.harness import Ranks
 from tests.pipelines import delayed
 from tests.serial import TOLERANCE, assert_same_by_name

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ganglion import Plan
-from ganglion.comm import World
-from ganglion.models import cross_entropy
-from ganglion.train import Run
+from ganglion.execute.comm import World
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.train import Run
 from tests.harness import Ranks
 from tests.serial import TOLERANCE, History, assert_same_by_name, train_serially
 from tests.training import (

@@ -27,13 +27,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ganglion.comm import World
-from ganglion.comm.message import Arrival, Forms
-from ganglion.comm.shm_link import _FRAME, _MAGIC, SLOT
-from ganglion.comm.shm_memory import Segment, slot_size
-from ganglion.comm.shm_transport import ShmTransport, open_shm_transport
-from ganglion.comm.unix_mesh import connect_mesh
 from ganglion.errors import CommError, PeerLost, ProtocolError
+from ganglion.execute.comm import World
+from ganglion.execute.comm.message import Arrival, Forms
+from ganglion.execute.comm.shm.link import _FRAME, _MAGIC, SLOT
+from ganglion.execute.comm.shm.memory import Segment, slot_size
+from ganglion.execute.comm.shm.transport import ShmTransport, open_shm_transport
+from ganglion.execute.comm.shm.unix_mesh import connect_mesh
 from ganglion.trace import Recorder
 from tests.harness import RankFailed, Ranks
 from tests.messages import check_letters, exchange_checked, make_tensor, traffic
@@ -259,7 +259,7 @@ def post_at_the_file_limit(world: World) -> str:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("ganglion.comm.shm_link").addHandler(handler)
+    logging.getLogger("ganglion.execute.comm.shm.link").addHandler(handler)
     first, second = socket.socketpair()
     ends = ShmTransport(0, {1: first}), ShmTransport(1, {0: second})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ganglion.comm import World
-from ganglion.comm.torch_transport import _RECORD_BYTES, TorchTransport
 from ganglion.errors import PeerLost, ProtocolError
+from ganglion.execute.comm import World
+from ganglion.execute.comm.torch.transport import _RECORD_BYTES, TorchTransport
 from ganglion.trace import Recorder
 from tests.harness import RankFailed, Ranks
 from tests.messages import exchange_checked

@@ -11,24 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ganglion.config import (
+from ganglion.decide.config import RunFile, load_run_file, resolve
+from ganglion.decide.costs import RankBlocks, StageBlocks, activation_memory, choose_recomputed
+from ganglion.decide.plan import Plan
+from ganglion.decide.predict import (
     MemoryOptions,
-    RunFile,
     decide_activations,
     expected_shape,
-    load_run_file,
     predicted_memory,
-    resolve,
 )
-from ganglion.costs import (
-    BlockActivations,
-    RankBlocks,
-    StageBlocks,
-    activation_memory,
-    choose_recomputed,
-)
+from ganglion.decide.shapes import BlockActivations
 from ganglion.errors import ConfigError
-from ganglion.plan import Plan
 from ganglion.units import MIB
 from tests.profiles import examples
 

@@ -11,19 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ganglion.costs import Cluster, StageTimes
-from ganglion.errors import ConfigError
-from ganglion.plan import Plan
-from ganglion.simulator.averaging import (
-    METHODS,
-    ORDERED,
-    SERVED,
-    TOGETHER,
-    calibrated,
-    efficiency,
-    simulate_averaging,
-)
-from ganglion.simulator.averaging_costs import (
+from ganglion.decide.costs import Cluster, StageTimes
+from ganglion.decide.plan import Plan
+from ganglion.decide.simulator.averaging.costs import (
     RING,
     TREE,
     TWO_LEVEL,
@@ -35,8 +25,8 @@ from ganglion.simulator.averaging_costs import (
     tree_s,
     two_level_s,
 )
-from ganglion.simulator.averaging_plan import average_plan, worker_disturbances
-from ganglion.simulator.averaging_result import (
+from ganglion.decide.simulator.averaging.plan import average_plan, worker_disturbances
+from ganglion.decide.simulator.averaging.result import (
     EXCHANGE,
     GATHER,
     PUSH,
@@ -46,7 +36,17 @@ from ganglion.simulator.averaging_result import (
     WRITE,
     AveragingSimulation,
 )
-from ganglion.simulator.disturbance import Disturbance
+from ganglion.decide.simulator.averaging.simulate import (
+    METHODS,
+    ORDERED,
+    SERVED,
+    TOGETHER,
+    calibrated,
+    efficiency,
+    simulate_averaging,
+)
+from ganglion.decide.simulator.disturbance import Disturbance
+from ganglion.errors import ConfigError
 from tests.profiles import examples
 
 LINK = MessagePrice(message_s=0.01, byte_s=1e-4)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ganglion.decide.schedules.buckets.program import READ, UPDATE, WRITE, BucketProgram, Move
+from ganglion.decide.schedules.buckets.updates import GRAIN, Slice, cut_update, padded
 from ganglion.errors import ConfigError
-from ganglion.schedules.bucket_program import READ, UPDATE, WRITE, BucketProgram, Move
-from ganglion.schedules.update_buckets import GRAIN, Slice, cut_update, padded
 
 
 class Drive:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ganglion.decide.schedules.buckets import plan_buckets
 from ganglion.errors import LayoutError
-from ganglion.schedules import plan_buckets
 
 sizes_and_bounds = st.tuples(
     st.lists(st.integers(0, 50), max_size=30), st.integers(1, 120), st.integers(1, 60)

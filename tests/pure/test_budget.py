@@ -8,19 +8,11 @@ from typing import Any
 
 import pytest
 
-from ganglion.config import (
-    Fit,
-    MemoryOptions,
-    RunFile,
-    expected_shape,
-    fit_budget,
-    load_run_file,
-    predicted_memory,
-    resolve,
-)
-from ganglion.config.budget import RESERVE
+from ganglion.decide.config import RunFile, load_run_file, resolve
+from ganglion.decide.plan import Plan
+from ganglion.decide.predict import Fit, MemoryOptions, expected_shape, fit_budget, predicted_memory
+from ganglion.decide.predict.budget import RESERVE
 from ganglion.errors import ConfigError, NotBuiltError
-from ganglion.plan import Plan
 from ganglion.units import GIB
 
 TABLES: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ganglion.config import (
+from ganglion.decide.config import (
     Override,
     RunFile,
     check_plan,
@@ -19,12 +19,12 @@ from ganglion.config import (
     render_run_file,
     resolve,
 )
-from ganglion.config.recipes import QUICKSTART, recipe
-from ganglion.config.tensor_checks import check_vocabulary
+from ganglion.decide.config.recipes import QUICKSTART, recipe
+from ganglion.decide.config.tensor_checks import check_vocabulary
+from ganglion.decide.plan import Plan
 from ganglion.errors import ConfigError, GanglionError, LayoutError, UnknownKeyError
-from ganglion.plan import Plan
 
-HUGGING_FACE = "ganglion.models.hugging_face:build"
+HUGGING_FACE = "ganglion.execute.models.hugging_face:build"
 
 
 def load(*overrides: tuple[str, str], **tables: object) -> RunFile:

@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.config.shapes import ConvShape, GPTShape, MLPShape
-from ganglion.costs.blocks import BlockCost, conv_blocks, gpt_blocks, mlp_blocks
-from ganglion.costs.cluster import Cluster, Link, builtin_clusters, find_cluster, read_cluster
-from ganglion.costs.limit import JITTER_SLOTS, injection_limit
-from ganglion.costs.network import (
+from ganglion.decide.costs.cluster import (
+    Cluster,
+    Link,
+    builtin_clusters,
+    find_cluster,
+    read_cluster,
+)
+from ganglion.decide.costs.limit import JITTER_SLOTS, injection_limit
+from ganglion.decide.costs.network import (
     Ring,
     all_gather_s,
     all_reduce_s,
@@ -23,17 +27,19 @@ from ganglion.costs.network import (
     rings_along,
     transfer_s,
 )
-from ganglion.costs.stages import (
+from ganglion.decide.costs.stages import (
     balanced_boundaries,
     message_element_bytes,
     stage_times,
     stage_times_from_file,
     weight_element_bytes,
 )
-from ganglion.costs.times import StageTimes
+from ganglion.decide.costs.times import StageTimes
+from ganglion.decide.plan import Plan
+from ganglion.decide.shapes.blocks import BlockCost, conv_blocks, gpt_blocks, mlp_blocks
+from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, LayoutError, UnknownKeyError
-from ganglion.plan import Plan
-from ganglion.topology import Mesh
 from ganglion.units import KIB, MIB
 
 PIPE_INSIDE = ("x", "y", "z", "pipe", "data")

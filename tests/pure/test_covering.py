@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.plan import Plan
+from ganglion.decide.plan import Plan
 from tests.covering import Factors, Values, by_name, cells, covering, named, unfolded
 
 LAYOUTS = [

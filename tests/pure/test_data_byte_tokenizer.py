@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.data.tokenizers import ByteTokenizer, load_tokenizer, save_tokenizer
 from ganglion.errors import DataError
+from ganglion.execute.data.tokenizers import ByteTokenizer, load_tokenizer, save_tokenizer
 
 
 @given(st.text())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ganglion.data.corpus import find_files, read_documents, source_root
 from ganglion.errors import DataError
+from ganglion.execute.data.corpus import find_files, read_documents, source_root
 
 
 def test_default_source_is_the_standard_library_without_tests() -> None:

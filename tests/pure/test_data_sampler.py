@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ganglion import errors
-from ganglion.data.sampler import (
+from ganglion.decide.topology import Mesh
+from ganglion.errors import DataError, LayoutError
+from ganglion.execute.data.sampler import (
     Sampler,
     mix_seed,
     permute,
@@ -20,8 +22,6 @@ from ganglion.data.sampler import (
     share_index,
     split_indices,
 )
-from ganglion.errors import DataError, LayoutError
-from ganglion.topology import Mesh
 
 SEEDS = st.integers(min_value=0, max_value=2**64 - 1)
 
@@ -194,6 +194,6 @@ def test_split_fraction_outside_its_range_is_refused(fraction: float) -> None:
 
 
 def test_the_package_does_not_import_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import ganglion.data as d; d.Sampler"
+    code = "import sys; sys.modules['torch'] = None; import ganglion.execute.data as d; d.Sampler"
     root = Path(errors.__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

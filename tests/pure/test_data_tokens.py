@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ganglion.data import tokens
-from ganglion.data.tokens import TokenFile, prepare_tokens, token_dtype
 from ganglion.errors import DataError
+from ganglion.execute.data import tokens
+from ganglion.execute.data.tokens import TokenFile, prepare_tokens, token_dtype
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.errors import ConfigError
-from ganglion.schedules.elastic_rates import (
+from ganglion.decide.schedules.exchanges.elastic_rates import (
     ASYNC,
     HOGWILD,
     MODES,
@@ -18,6 +17,7 @@ from ganglion.schedules.elastic_rates import (
     round_robin_alpha_limit,
     sync_alpha_limit,
 )
+from ganglion.errors import ConfigError
 
 WORKERS = [1, 2, 4, 8, 16]
 

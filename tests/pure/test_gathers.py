@@ -7,7 +7,14 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.schedules.gathers import BACKWARD, FORWARD, RECOMPUTE, GatherOrder, Use, kept_within
+from ganglion.decide.schedules.buckets.gathers import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    GatherOrder,
+    Use,
+    kept_within,
+)
 
 uses = st.lists(
     st.builds(Use, st.sampled_from([FORWARD, RECOMPUTE, BACKWARD]), st.integers(0, 4)), max_size=30

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ganglion.decide.topology import Launch, read_launch
+from ganglion.decide.topology.launch import first_host
 from ganglion.errors import LaunchError
-from ganglion.topology import Launch, read_launch
-from ganglion.topology.launch import first_host
 
 TORCHRUN = {
     "RANK": "3",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ganglion.schedules.loss_scale import LossScale
+from ganglion.decide.schedules.loss_scale import LossScale
 
 
 def scales(scale: LossScale, verdicts: list[bool], first: int = 0) -> list[float]:

@@ -11,42 +11,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.config import (
-    ConvShape,
-    GPTShape,
-    MemoryOptions,
-    MLPShape,
-    ModelShape,
-    load_run_file,
-    predicted_memory,
-)
-from ganglion.costs import (
+from ganglion.decide.config import load_run_file
+from ganglion.decide.costs import (
     CATEGORIES,
     MIXED,
     TWO_MASTERS,
-    BlockActivations,
     Memory,
-    Parameter,
     StageBlocks,
     StateRules,
     Tier,
     activation_memory,
-    conv_blocks,
-    conv_parameters,
     gathered_blocks,
     gathered_memory,
-    gpt_blocks,
-    gpt_parameters,
     message_memory,
-    mlp_blocks,
-    mlp_parameters,
     state_memory,
     with_norm,
 )
+from ganglion.decide.plan import Plan
+from ganglion.decide.predict import MemoryOptions, predicted_memory
+from ganglion.decide.schedules.pipeline import planned_holding, planned_schedule
+from ganglion.decide.shapes import (
+    BlockActivations,
+    ConvShape,
+    GPTShape,
+    MLPShape,
+    ModelShape,
+    Parameter,
+    conv_blocks,
+    conv_parameters,
+    gpt_blocks,
+    gpt_parameters,
+    mlp_blocks,
+    mlp_parameters,
+)
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError
-from ganglion.plan import Plan
-from ganglion.schedules import planned_holding, planned_schedule
-from ganglion.topology import Mesh
 
 GB = 1e9
 ONE = Mesh()

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from ganglion.costs import Cluster, StageTimes, stage_times_from_file
-from ganglion.plan import Plan
-from ganglion.simulator import Disturbance, PlanSimulation, simulate_plan
-from ganglion.simulator.on_cluster import ClusterNetwork, global_rank
+from ganglion.decide.costs import Cluster, StageTimes, stage_times_from_file
+from ganglion.decide.plan import Plan
+from ganglion.decide.simulator import Disturbance, PlanSimulation, simulate_plan
+from ganglion.decide.simulator.on_cluster import ClusterNetwork, global_rank
 
 NOTHING = Disturbance(rank=0, speed=1.0)  # disturbs nobody, but tells the replicas apart
 

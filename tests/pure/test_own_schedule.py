@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ganglion.config import load_run_file, resolve
-from ganglion.costs import Cluster, StageTimes, find_cluster, mlp_blocks, stage_times
-from ganglion.errors import ConfigError, GanglionError, LayoutError
-from ganglion.plan import Plan
-from ganglion.schedules import (
+from ganglion.decide.config import load_run_file, resolve
+from ganglion.decide.costs import Cluster, StageTimes, find_cluster, stage_times
+from ganglion.decide.plan import Plan
+from ganglion.decide.schedules.pipeline import (
     BUILT_IN,
     SCHEDULES,
     RankSchedule,
@@ -26,12 +25,14 @@ from ganglion.schedules import (
     planned_schedule,
     planned_stage_map,
 )
-from ganglion.schedules.flush import GPipe, OneFOneB
-from ganglion.schedules.validate import LawBroken
-from ganglion.simulator import simulate, simulate_plan, with_known_costs
+from ganglion.decide.schedules.pipeline.flush import GPipe, OneFOneB
+from ganglion.decide.schedules.pipeline.validate import LawBroken
+from ganglion.decide.shapes import mlp_blocks
+from ganglion.decide.simulator import simulate, simulate_plan, with_known_costs
+from ganglion.errors import ConfigError, GanglionError, LayoutError
 
 MODULE = '''
-from ganglion.schedules import ListedSchedule, StageMap, StageSchedule
+from ganglion.decide.schedules.pipeline import ListedSchedule, StageMap, StageSchedule
 
 class Fine(ListedSchedule):
     """GPipe, written by a user; `chunks` is an option of its own."""

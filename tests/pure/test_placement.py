@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ganglion.decide.topology import AXES, TENSOR_AXES, Box, Coordinates, Mesh, Placement, Shard
 from ganglion.errors import LayoutError
-from ganglion.topology import AXES, TENSOR_AXES, Box, Coordinates, Mesh, Placement, Shard
 
 Cell = tuple[int, ...]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ganglion.decide.plan import Plan
 from ganglion.errors import ConfigError, GanglionError, LayoutError, UnknownKeyError
-from ganglion.plan import Plan
 
 small = st.integers(1, 4)
 plans = st.builds(

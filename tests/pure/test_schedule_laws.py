@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ganglion.schedules import SCHEDULES, RankSchedule, ScheduleOptions, make_schedule
-from ganglion.schedules.action import Action
-from ganglion.schedules.message_driven import PRIORITIES, TwoBW
-from ganglion.schedules.validate import Case, LawBroken, Step, check_laws
+from ganglion.decide.schedules.pipeline import (
+    SCHEDULES,
+    RankSchedule,
+    ScheduleOptions,
+    make_schedule,
+)
+from ganglion.decide.schedules.pipeline.action import Action
+from ganglion.decide.schedules.pipeline.message_driven import PRIORITIES, TwoBW
+from ganglion.decide.schedules.pipeline.validate import Case, LawBroken, Step, check_laws
 from tests.profiles import examples
 from tests.random_driver import RandomDriver
 from tests.simulated import UNIT, run
@@ -182,7 +187,7 @@ def test_bounds_are_held() -> None:
 
 def test_a_follower_that_ran_ahead_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The random driver can fail: a follower that decides for itself breaks the agreement."""
-    from ganglion.schedules.follow import Follower
+    from ganglion.decide.schedules.pipeline.follow import Follower
 
     monkeypatch.setattr(Follower, "next", lambda self: self.schedule.next())
     failed = 0

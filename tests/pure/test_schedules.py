@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.errors import ConfigError, GanglionError, LayoutError
-from ganglion.schedules import (
+from ganglion.decide.schedules.pipeline import (
     SCHEDULES,
     Follower,
     ScheduleOptions,
@@ -19,7 +18,8 @@ from ganglion.schedules import (
     make_schedule,
     stage_map_of,
 )
-from ganglion.schedules.action import Message, Order, action, parse_action
+from ganglion.decide.schedules.pipeline.action import Message, Order, action, parse_action
+from ganglion.errors import ConfigError, GanglionError, LayoutError
 from ganglion.trace import render_grid
 from tests.simulated import run
 

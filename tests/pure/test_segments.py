@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.costs import num_near_root, segments, written
-from ganglion.plan import Plan
+from ganglion.decide.costs import num_near_root, segments, written
+from ganglion.decide.plan import Plan
 
 
 @pytest.mark.parametrize(

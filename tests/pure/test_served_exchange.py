@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from ganglion.errors import ConfigError, ProtocolError
-from ganglion.schedules.served_exchange import (
+from ganglion.decide.schedules.exchanges.served import (
     EXCHANGE,
     JOIN,
     LEAVE,
@@ -25,6 +24,7 @@ from ganglion.schedules.served_exchange import (
     ServedCenter,
     parse_order,
 )
+from ganglion.errors import ConfigError, ProtocolError
 
 
 def joined(num_workers: int, *args: object, **options: object) -> ServedCenter:

@@ -9,14 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.costs import StageTimes
+from ganglion.decide.costs import StageTimes
+from ganglion.decide.schedules.pipeline import make_schedule
+from ganglion.decide.schedules.pipeline.action import Message, action
+from ganglion.decide.schedules.pipeline.flush import GPipe, OneFOneB
+from ganglion.decide.simulator import (
+    Disturbance,
+    Route,
+    Simulation,
+    Surroundings,
+    Transfer,
+    simulate,
+)
+from ganglion.decide.simulator.disturbance import end_of
+from ganglion.decide.simulator.links import SharedLink
 from ganglion.errors import ConfigError, LayoutError, ProtocolError
-from ganglion.schedules import make_schedule
-from ganglion.schedules.action import Message, action
-from ganglion.schedules.flush import GPipe, OneFOneB
-from ganglion.simulator import Disturbance, Route, Simulation, Surroundings, Transfer, simulate
-from ganglion.simulator.disturbance import end_of
-from ganglion.simulator.links import SharedLink
 from tests.simulated import UNIT, run
 
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import pytest
 
-from ganglion.costs import StageTimes
-from ganglion.schedules import ScheduleOptions
-from ganglion.schedules.action import action
+from ganglion.decide.costs import StageTimes
+from ganglion.decide.schedules.pipeline import ScheduleOptions
+from ganglion.decide.schedules.pipeline.action import action
 from tests.simulated import UNIT, run
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ganglion
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_MEDIAN_FUNCTION_LINES = 12
 PACKAGE = Path(ganglion.__file__).parent

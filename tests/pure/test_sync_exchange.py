@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ganglion.decide.schedules.exchanges.sync import Exchange, SyncExchange
 from ganglion.errors import CommError, ConfigError, ProtocolError
-from ganglion.schedules.sync_exchange import Exchange, SyncExchange
 
 
 def agree(turns: SyncExchange, exchange: Exchange) -> bool:

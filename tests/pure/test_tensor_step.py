@@ -11,28 +11,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.config import ConvShape, GPTShape, MLPShape
-from ganglion.costs import (
-    BlockLayers,
+from ganglion.decide.costs import (
     Cluster,
     LayerTimes,
     Repeats,
     StageTimes,
+    gpt_matmuls,
+    held_blocks,
+    layer_times,
+    stage_times,
+    tensor_traffic,
+)
+from ganglion.decide.plan import Plan
+from ganglion.decide.shapes import (
+    BlockLayers,
+    ConvShape,
+    GPTShape,
+    MLPShape,
     conv_blocks,
     conv_layers,
     gpt_blocks,
     gpt_layers,
-    gpt_matmuls,
-    held_blocks,
-    layer_times,
     mlp_blocks,
     mlp_layers,
-    stage_times,
-    tensor_traffic,
 )
-from ganglion.plan import Plan
-from ganglion.simulator import TensorOverlap, tensor_step, with_collectives
-from ganglion.topology import Mesh
+from ganglion.decide.simulator import TensorOverlap, tensor_step, with_collectives
+from ganglion.decide.topology import Mesh
 
 NONE = TensorOverlap(all_reduce=False, reduce_scatter=False, all_gather=False)
 ALL = TensorOverlap()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.costs import (
+from ganglion.decide.costs import (
     PAPER,
     Matmul,
     Repeats,
@@ -19,8 +19,8 @@ from ganglion.costs import (
     ring_sent,
     tensor_traffic,
 )
+from ganglion.decide.topology import Mesh
 from ganglion.errors import LayoutError
-from ganglion.topology import Mesh
 
 SMALL = Matmul(rows=48, inputs=24, outputs=36)
 TURNED = Matmul(rows=48, inputs=24, outputs=36, transposed=True)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ganglion.decide.topology import AXES, Coordinates, Mesh, Placement, Shard
 from ganglion.errors import LayoutError
-from ganglion.topology import AXES, Coordinates, Mesh, Placement, Shard
 
 meshes = st.builds(
     Mesh,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ganglion.errors import DataError
-from ganglion.trace.critical_path import critical_path
+from ganglion.trace.critical import critical_path
 from ganglion.trace.event import COMM, COMPUTE, HOST, NONE, Event
 from ganglion.trace.statistics import common, merged, outside_s, summarise
 

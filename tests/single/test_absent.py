@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-import ganglion.comm.local
+import ganglion.execute.comm.local.group
 from tests.absent import Absent, without_torch
 
 
@@ -21,18 +21,18 @@ def test_every_module_comes_back_the_same() -> None:
 
 
 def test_inside_everything_is_imported_anew_and_torch_is_not() -> None:
-    apart, outside = without_torch(), sys.modules["ganglion.topology"]
+    apart, outside = without_torch(), sys.modules["ganglion.decide.topology"]
     with apart:
-        import ganglion.topology as inside
+        import ganglion.decide.topology as inside
 
         assert inside is not outside
         with pytest.raises(ModuleNotFoundError, match="torch is absent here"):
-            import ganglion.comm.local  # noqa: F401
+            import ganglion.execute.comm.local.group  # noqa: F401
     with apart:
-        import ganglion.topology as again
+        import ganglion.decide.topology as again
 
         assert again is inside
-    assert sys.modules["ganglion.topology"] is outside
+    assert sys.modules["ganglion.decide.topology"] is outside
 
 
 def test_whoever_asks_is_told_of_even_if_it_would_do_without() -> None:
@@ -51,4 +51,4 @@ def test_it_is_not_entered_twice() -> None:
     with apart, pytest.raises(AssertionError, match="entered twice"), apart:
         pass
     assert sys.modules["torch"] is torch
-    assert sys.modules["ganglion.comm.local"] is ganglion.comm.local
+    assert sys.modules["ganglion.execute.comm.local.group"] is ganglion.execute.comm.local.group

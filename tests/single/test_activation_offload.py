@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, run_threads
-from ganglion.config import MemoryOptions, predicted_memory
-from ganglion.costs import segments
+from ganglion.decide.costs import segments
+from ganglion.decide.predict import MemoryOptions, predicted_memory
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, GanglionError, OffloadError
-from ganglion.models import build_model, cross_entropy
-from ganglion.offload import activation_tiers
-from ganglion.offload.activation_tiers import ScratchFile, open_activation_tier
-from ganglion.offload.activations import ActivationOffload
-from ganglion.pipeline import Chain, Stage, StageSettings, defer_weight_gradients
-from ganglion.topology import Mesh
-from ganglion.train.offloaded_activations import ActivationSettings
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.models import build_model, cross_entropy
+from ganglion.execute.offload import activation_tiers
+from ganglion.execute.offload.activation_tiers import ScratchFile, open_activation_tier
+from ganglion.execute.offload.activations import ActivationOffload
+from ganglion.execute.pipeline import Chain, Stage, StageSettings, defer_weight_gradients
+from ganglion.execute.train.offloaded_activations import ActivationSettings
 from tests.covering import cells
 from tests.pipelines import CASE, plan_for, train_at_once
 from tests.serial import History, assert_same_by_name, copies

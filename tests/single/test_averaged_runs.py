@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.averaging.outer import OuterFactory, diloco, local_sgd, slow_momentum
-from ganglion.comm import World, run_threads
 from ganglion.errors import ConfigError, NotBuiltError
-from ganglion.models import cross_entropy
-from ganglion.train.averaged import AveragingSettings
+from ganglion.execute.averaging.methods.outer import OuterFactory, diloco, local_sgd, slow_momentum
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.train.averaged import AveragingSettings
 from tests.averaged import assert_equals, train_averaged
 from tests.averaged import train_workers as written_out
 from tests.covering import cells

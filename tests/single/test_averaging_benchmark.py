@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from ganglion.averaging import method
-from ganglion.simulator import averaging_result
-from ganglion.simulator.averaging import METHODS, simulate_averaging
-from ganglion.simulator.averaging_costs import AveragingCosts, MessagePrice, jittered
+from ganglion.decide.simulator.averaging import result as averaging_result
+from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
+from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
+from ganglion.execute.averaging.methods import method
 from tests.command import python
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

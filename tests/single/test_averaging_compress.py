@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.compress import CompressedSum, make_codec
-from ganglion.averaging.outer import diloco
-from ganglion.averaging.sums import Meter
-from ganglion.comm import World, run_threads
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError
-from ganglion.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.compress import CompressedSum, make_codec
+from ganglion.execute.averaging.methods.outer import diloco
+from ganglion.execute.averaging.methods.sums import Meter
+from ganglion.execute.comm import World, run_threads
 from tests.averages import assert_same_bits, make_model, plain_sgd, train_steps, train_threads
 
 CODECS = ["bf16", "fp16", "int8"]

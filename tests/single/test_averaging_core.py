@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.averaging.elastic import (
+from ganglion.execute.averaging.methods.elastic import (
     elastic_force,
     elastic_step_,
     move_center_,

@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ganglion.averaging import server
-from ganglion.averaging.centers import ReplicatedCenter
-from ganglion.averaging.packed import Packed
-from ganglion.averaging.served_names import ServedOptions, center_server, join_center
-from ganglion.averaging.shared_center import SharedCenter
-from ganglion.averaging.sums import GroupSum, Meter
-from ganglion.comm import SoloGroup, World, run_threads
-from ganglion.schedules.elastic_rates import ElasticRate
-from ganglion.simulator.averaging_costs import MessagePrice
-from ganglion.topology import Mesh
+from ganglion.decide.schedules.exchanges.elastic_rates import ElasticRate
+from ganglion.decide.simulator.averaging.costs import MessagePrice
+from ganglion.decide.topology import Mesh
+from ganglion.execute.averaging.methods.centers import ReplicatedCenter
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.methods.shared_center import SharedCenter
+from ganglion.execute.averaging.methods.sums import GroupSum, Meter
+from ganglion.execute.averaging.served import server
+from ganglion.execute.averaging.served.names import ServedOptions, center_server, join_center
+from ganglion.execute.comm import SoloGroup, World, run_threads
 from tests.averages import LR, assert_same_bits, make_model, train_threads, train_worker
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.method import ExchangeMetrics
-from ganglion.averaging.motion import Motion, distance
-from ganglion.averaging.outer import diloco
-from ganglion.averaging.packed import Packed
-from ganglion.comm import World, run_threads
-from ganglion.topology import Mesh
+from ganglion.decide.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.method import ExchangeMetrics
+from ganglion.execute.averaging.methods.motion import Motion, distance
+from ganglion.execute.averaging.methods.outer import diloco
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.comm import World, run_threads
 from tests.averages import LR, batch, copies, loss_of, make_model, plain_sgd
 
 LARGE = 70_000  # more than a block of the difference, and not a multiple of it

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.packed import Packed
-from ganglion.averaging.rules import Additive
-from ganglion.averaging.served import ServedSgd
-from ganglion.averaging.server import CenterServer
-from ganglion.averaging.shards import ShardedCenter, shard_bounds
-from ganglion.comm import World, run_threads
-from ganglion.schedules.served_exchange import JOIN, PUSH, ROUND_ROBIN, Event
-from ganglion.topology import Mesh
+from ganglion.decide.schedules.exchanges.served import JOIN, PUSH, ROUND_ROBIN, Event
+from ganglion.decide.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.served.methods import ServedSgd
+from ganglion.execute.averaging.served.rules import Additive
+from ganglion.execute.averaging.served.server import CenterServer
+from ganglion.execute.averaging.served.shards import ShardedCenter, shard_bounds
+from ganglion.execute.comm import World, run_threads
 from tests.averages import (
     LR,
     assert_same_bits,

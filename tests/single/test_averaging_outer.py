@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.outer import diloco, local_sgd, slow_momentum
-from ganglion.comm import World, run_threads
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError
-from ganglion.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.outer import diloco, local_sgd, slow_momentum
+from ganglion.execute.comm import World, run_threads
 from tests.averages import (
     LR,
     Weights,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ganglion.averaging.packed import Packed
 from ganglion.errors import ConfigError
+from ganglion.execute.averaging.methods.packed import Packed
 from tests.averages import batch, copies, loss_of, make_model
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.outer import diloco
-from ganglion.comm import World, run_threads
-from ganglion.comm.local import LocalHub
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, PeerLost
-from ganglion.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.outer import diloco
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.comm.local.group import LocalHub
 from tests.averages import (
     LR,
     Weights,

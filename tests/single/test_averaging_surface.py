@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.method import BREAKDOWN
-from ganglion.averaging.outer import local_sgd
-from ganglion.comm import World, run_threads
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, ProtocolError
-from ganglion.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.method import BREAKDOWN
+from ganglion.execute.averaging.methods.outer import local_sgd
+from ganglion.execute.comm import World, run_threads
 from tests.averages import (
     LR,
     assert_same_bits,

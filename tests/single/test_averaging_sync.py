@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.comm import World, run_threads
+from ganglion.decide.topology import Mesh
 from ganglion.errors import CommError, PeerLost
-from ganglion.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.comm import World, run_threads
 from tests.averages import (
     LR,
     assert_near,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ganglion.averaging.tree import TreeGroup
-from ganglion.comm import MAX, Faults, World, run_threads
-from ganglion.comm.reduce_order import combine_by_tree
+from ganglion.decide.topology import Mesh
 from ganglion.errors import CommError, PeerLost, ProtocolError
-from ganglion.topology import Mesh
+from ganglion.execute.averaging.methods.tree import TreeGroup
+from ganglion.execute.comm import MAX, Faults, World, run_threads
+from ganglion.execute.comm.reduce_order import combine_by_tree
 from tests.averages import assert_same_bits, train_threads
 
 

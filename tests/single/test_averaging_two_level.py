@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.outer import diloco
-from ganglion.comm import World, run_threads
+from ganglion.decide.topology import Mesh
 from ganglion.errors import LayoutError
-from ganglion.topology import Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.methods.outer import diloco
+from ganglion.execute.comm import World, run_threads
 from tests.averages import (
     LR,
     Weights,

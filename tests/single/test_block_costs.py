@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, run_threads
-from ganglion.costs import balanced_boundaries
-from ganglion.train import block_costs
-from ganglion.train.block_costs import agreed_costs, guessed_costs, measured_costs
+from ganglion.decide.costs import balanced_boundaries
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.measure import block_costs
+from ganglion.execute.measure.block_costs import agreed_costs, guessed_costs, measured_costs
 
 
 class Clock:

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ganglion import Plan
-from ganglion.averaging.packed import Packed
-from ganglion.averaging.rules import Additive, Elastic, Rule
-from ganglion.averaging.server import CenterServer
-from ganglion.averaging.shards import ShardedCenter
-from ganglion.comm import World, run_threads
-from ganglion.config import MemoryOptions, predicted_memory, server_memory
-from ganglion.costs.center_memory import server_copies
-from ganglion.schedules.served_exchange import EXCHANGE, PUSH
-from ganglion.topology import Mesh
-from ganglion.train.averaged import AveragingSettings
-from ganglion.train.memory_watch import held_bytes
+from ganglion.decide.costs.center_memory import server_copies
+from ganglion.decide.predict import MemoryOptions, predicted_memory, server_memory
+from ganglion.decide.schedules.exchanges.served import EXCHANGE, PUSH
+from ganglion.decide.topology import Mesh
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.served.rules import Additive, Elastic, Rule
+from ganglion.execute.averaging.served.server import CenterServer
+from ganglion.execute.averaging.served.shards import ShardedCenter
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.measure.memory_watch import held_bytes
+from ganglion.execute.train.averaged import AveragingSettings
 from tests.training import SHAPES, Case, make_batches, make_run, share_of
 
 CASE = Case(model="wide_gpt", num_steps=3, global_batch_size=12, averaging=AveragingSettings(tau=1))

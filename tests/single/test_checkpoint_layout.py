@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ganglion.checkpoint import (
+from ganglion.errors import CheckpointError
+from ganglion.execute.checkpoint import (
     checkpoint_name,
     latest_checkpoint,
     list_checkpoints,
@@ -14,8 +15,7 @@ from ganglion.checkpoint import (
     remove_incomplete,
     step_of,
 )
-from ganglion.checkpoint.layout import publish
-from ganglion.errors import CheckpointError
+from ganglion.execute.checkpoint.layout import publish
 
 
 def make(folder: Path, name: str, content: str = "{}") -> Path:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
-from ganglion.checkpoint import (
+from ganglion.decide.plan import Plan
+from ganglion.errors import CheckpointError
+from ganglion.execute.checkpoint import (
     SavedState,
     changed_settings,
     load,
@@ -21,8 +23,6 @@ from ganglion.checkpoint import (
     read_state,
     save,
 )
-from ganglion.errors import CheckpointError
-from ganglion.plan import Plan
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import AdamW
 
-from ganglion.checkpoint import (
+from ganglion.decide.plan import Plan
+from ganglion.decide.topology import Box, Mesh, Placement, Shard
+from ganglion.errors import CheckpointError
+from ganglion.execute.checkpoint import (
     Piece,
     Places,
     Saveable,
@@ -31,12 +34,9 @@ from ganglion.checkpoint import (
     prepare_optimizers,
     save,
 )
-from ganglion.checkpoint.collective import TensorSavePlanner, load_shards
-from ganglion.checkpoint.storage import ShardReader, ShardWriter
-from ganglion.comm import World, run_threads
-from ganglion.errors import CheckpointError
-from ganglion.plan import Plan
-from ganglion.topology import Box, Mesh, Placement, Shard
+from ganglion.execute.checkpoint.collective import TensorSavePlanner, load_shards
+from ganglion.execute.checkpoint.storage import ShardReader, ShardWriter
+from ganglion.execute.comm import World, run_threads
 
 MESHES = [Mesh(), Mesh(x=2), Mesh(x=2, z=2), Mesh(y=2, z=2, data=2), Mesh(x=2, y=2, z=2)]
 STATE = SavedState(step=4, plan=Plan())

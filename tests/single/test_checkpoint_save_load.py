@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from ganglion.checkpoint import (
+from ganglion.decide.plan import Plan
+from ganglion.errors import CheckpointError
+from ganglion.execute.checkpoint import (
     SavedState,
     TensorSpec,
     latest_checkpoint,
@@ -32,8 +34,6 @@ from ganglion.checkpoint import (
     save,
     step_of,
 )
-from ganglion.errors import CheckpointError
-from ganglion.plan import Plan
 
 SHARD = "shards/rank-00000.safetensors"
 DTYPES = [
@@ -417,7 +417,7 @@ def test_files_can_be_read_by_whoever_the_umask_allows(tmp_path: Path) -> None:
 
 def replace(monkeypatch: pytest.MonkeyPatch, place: str, stand_in: Callable[..., None]) -> None:
     module, name = place.split(".")
-    monkeypatch.setattr(import_module(f"ganglion.checkpoint.{module}"), name, stand_in)
+    monkeypatch.setattr(import_module(f"ganglion.execute.checkpoint.{module}"), name, stand_in)
 
 
 def full_disk(*args: object) -> None:

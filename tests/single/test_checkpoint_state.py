@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from ganglion.checkpoint import SavedState
+from ganglion.decide.plan import Plan
 from ganglion.errors import CheckpointError
-from ganglion.plan import Plan
+from ganglion.execute.checkpoint import SavedState
 
 STATE = SavedState(
     step=12,

@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from ganglion import Plan
-from ganglion.cli import compare as comparing
-from ganglion.cli.compare import choose_window, compare, print_comparison, read_steps
-from ganglion.cli.measured_times import measured_times
-from ganglion.costs import StageTimes
+from ganglion.decide.costs import StageTimes
+from ganglion.decide.predict import compare as comparing
+from ganglion.decide.predict.compare import choose_window, compare, print_comparison, read_steps
+from ganglion.decide.predict.measured_times import measured_times
+from ganglion.decide.schedules.pipeline import planned_schedule, planned_stage_map
+from ganglion.decide.simulator import simulate
 from ganglion.errors import DataError
-from ganglion.schedules import planned_schedule, planned_stage_map
-from ganglion.simulator import simulate
 from ganglion.trace import COMPUTE, Event, event_to_json
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v",
@@ -58,16 +58,16 @@ def write_run(folder: Path, events: list[Event], begin: str = "") -> Path:
     return folder
 
 
-def shown(folder: Path, plan: Plan) -> str:
+def shown(folder: Path, plan: Plan, num_cores: int = 2) -> str:
     screen = io.StringIO()
-    print_comparison(folder, plan, Console(file=screen, width=100))
+    print_comparison(folder, plan, num_cores, Console(file=screen, width=100))
     return screen.getvalue()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_that_is_a_simulation_is_predicted_exactly(tmp_path: Path, schedule: str) -> None:
     plan = replace(PLAN, schedule=schedule)
-    found = compare(write_run(tmp_path, run_of(plan, 12)), plan)
+    found = compare(write_run(tmp_path, run_of(plan, 12)), plan, num_cores=2)
     assert (found.first_step, found.last_step) == (4, 12)
     assert found.measured.step_s == pytest.approx(found.predicted.step_s)
     assert found.measured.busy_s == pytest.approx(found.predicted.busy_s)
@@ -99,28 +99,26 @@ def slower_from(step: int, events: list[Event]) -> list[Event]:
 
 
 def test_costs_are_medians_of_three_steps_with_the_first(tmp_path: Path) -> None:
-    found = compare(write_run(tmp_path, slower_from(2, run_of(PLAN, 8))), PLAN)
+    found = compare(write_run(tmp_path, slower_from(2, run_of(PLAN, 8))), PLAN, num_cores=2)
     for one, true in zip(found.times, times_of(PLAN), strict=True):
         assert one.forward_s == pytest.approx(true.forward_s)
         assert one.backward_s == pytest.approx(true.backward_s)
 
 
 def test_a_slower_machine_after_the_third_step_shows(tmp_path: Path) -> None:
-    found = compare(write_run(tmp_path, slower_from(3, run_of(PLAN, 8))), PLAN)
+    found = compare(write_run(tmp_path, slower_from(3, run_of(PLAN, 8))), PLAN, num_cores=2)
     assert found.measured.step_s == pytest.approx(2 * found.predicted.step_s)
     assert found.measured.bubble == pytest.approx(found.predicted.bubble)
 
 
-def test_the_figures_are_shown_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "usable_cores", lambda: 1)
-    text = shown(write_run(tmp_path, run_of(PLAN, 8)), PLAN)
+def test_the_figures_are_shown_and_written(tmp_path: Path) -> None:
+    text = shown(write_run(tmp_path, run_of(PLAN, 8)), PLAN, num_cores=1)
     for part in ("steps 4 to 8, one_f_one_b", "measured", "predicted", "+0.0%", "pipe 1 idle"):
         assert part in text
     assert "2 ranks on 1 cores take turns" in text
     record = json.loads((tmp_path / "prediction.json").read_text())
     assert record["measured"]["step_s"] == pytest.approx(record["predicted"]["step_s"])
     assert len(record["measured"]["bubbles"]) == len(record["times"]) == 2
-    monkeypatch.setattr(comparing, "usable_cores", lambda: 2)
     assert "take turns" not in shown(tmp_path, PLAN)
 
 
@@ -151,7 +149,7 @@ def test_the_longest_run_between_pauses_is_compared() -> None:
 def test_a_resumed_run_is_compared_by_itself(tmp_path: Path) -> None:
     write_run(tmp_path, run_of(PLAN, 12))
     later = [event._replace(step=event.step + 12) for event in run_of(PLAN, 6)]
-    found = compare(write_run(tmp_path, later, "-from-12"), PLAN)
+    found = compare(write_run(tmp_path, later, "-from-12"), PLAN, num_cores=2)
     assert (found.first_step, found.last_step) == (16, 18)
     assert found.measured.step_s == pytest.approx(found.predicted.step_s)
 
@@ -163,6 +161,6 @@ def test_of_a_long_run_the_beginning_is_read(
     first, events = read_steps(write_run(tmp_path, run_of(PLAN, 30)))
     assert first == 0
     assert max(event.step for event in events) == 3 + 4
-    found = compare(tmp_path, PLAN)
+    found = compare(tmp_path, PLAN, num_cores=2)
     assert (found.first_step, found.last_step) == (4, 8)
     assert found.measured.step_s == pytest.approx(found.predicted.step_s)

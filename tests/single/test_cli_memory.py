@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 
-from ganglion.config import (
-    MemoryOptions,
-    expected_shape,
-    load_run_file,
-    predicted_memory,
-    read_toml,
-)
-from ganglion.config.resolve import resolve
-from ganglion.plan import Plan
+from ganglion.decide.config import load_run_file, read_toml
+from ganglion.decide.config.resolve import resolve
+from ganglion.decide.plan import Plan
+from ganglion.decide.predict import MemoryOptions, expected_shape, predicted_memory
 from tests.answers import TorchlessCommand
 from tests.answers import ganglion as answer
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ganglion.plan import Plan
+from ganglion.decide.plan import Plan
 from tests.answers import TorchlessCommand
 from tests.answers import ganglion as answer
 

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from ganglion.comm import MAX, World, run_threads
-from ganglion.comm.local import LocalHub
+from ganglion.decide.topology import Mesh
 from ganglion.errors import PeerLost, ProtocolError
-from ganglion.topology import Mesh
+from ganglion.execute.comm import MAX, World, run_threads
+from ganglion.execute.comm.local.group import LocalHub
 
 
 def test_all_reduce_over_every_axis() -> None:

@@ -7,9 +7,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from ganglion.config.shapes import ConvShape, GPTShape, MLPShape, ModelShape
-from ganglion.costs.blocks import BlockCost, conv_blocks, gpt_blocks, mlp_blocks
-from ganglion.models import build_model
+from ganglion.decide.shapes.blocks import BlockCost, conv_blocks, gpt_blocks, mlp_blocks
+from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.execute.models import build_model
 
 BATCH = 3
 GPT = GPTShape(

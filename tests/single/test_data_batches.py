@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from ganglion.data import Batches, Sampler, Subset
 from ganglion.errors import DataError, LayoutError
+from ganglion.execute.data import Batches, Sampler, Subset
 
 NUM_SAMPLES = 10
 

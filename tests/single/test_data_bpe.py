@@ -8,10 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ganglion.data import tokenizers
-from ganglion.data.tokenizers import BpeTokenizer, ByteTokenizer, load_tokenizer, save_tokenizer
-from ganglion.data.tokens import prepare_tokens
 from ganglion.errors import DataError
+from ganglion.execute.data import tokenizers
+from ganglion.execute.data.tokenizers import (
+    BpeTokenizer,
+    ByteTokenizer,
+    load_tokenizer,
+    save_tokenizer,
+)
+from ganglion.execute.data.tokens import prepare_tokens
 
 TEXT = (
     "the quick brown fox jumps over the lazy dog\n  and gr\u00fc\u00dft \u4e16\u754c\n" * 20

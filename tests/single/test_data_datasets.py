@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ganglion.data import GeneratedImages, MapDataset, Subset, SyntheticTokens, TokenWindows
 from ganglion.errors import DataError
+from ganglion.execute.data import GeneratedImages, MapDataset, Subset, SyntheticTokens, TokenWindows
 
 
 def samples_of(dataset: MapDataset) -> list[Any]:

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ganglion.data import idx
-from ganglion.data.datasets import IdxImages
-from ganglion.data.idx import find_idx_folder, find_idx_pair, read_idx
 from ganglion.errors import DataError
+from ganglion.execute.data import idx
+from ganglion.execute.data.datasets import IdxImages
+from ganglion.execute.data.idx import find_idx_folder, find_idx_pair, read_idx
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 

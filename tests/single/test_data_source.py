@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from ganglion.data import DataSource, open_dataset, open_images, open_synthetic, open_text
-from ganglion.data import datasets as data_sets
 from ganglion.errors import DataError
+from ganglion.execute.data import DataSource, open_dataset, open_images, open_synthetic, open_text
+from ganglion.execute.data import datasets as data_sets
 
 
 def first_inputs(dataset: Any) -> set[float]:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
-from ganglion.topology import Mesh
-from ganglion.train.averaged import AveragingSettings
-from ganglion.train.drifting import Notices
-from ganglion.train.executor import Share, StepResult
+from ganglion.decide.topology import Mesh
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.train.averaged import AveragingSettings
+from ganglion.execute.train.drifting import Notices
+from ganglion.execute.train.executor import Share, StepResult
 from tests.training import Case, make_batches, make_run, share_of
 
 CASE = Case(

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion.comm import Group, Handle, SoloGroup, run_threads
-from ganglion.comm.shm_group import ShmGroup
+from ganglion.decide.topology import Mesh
 from ganglion.errors import CommError, ConfigError
-from ganglion.gradients import GradientBuckets, Reach
-from ganglion.topology import Mesh
+from ganglion.execute.comm import Group, Handle, SoloGroup, run_threads
+from ganglion.execute.comm.shm.group import ShmGroup
+from ganglion.execute.gradients import GradientBuckets, Reach
 from ganglion.trace import COMM, Recorder
 
 pytestmark = pytest.mark.timeout(60)

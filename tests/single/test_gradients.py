@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ganglion.comm import SoloGroup, World, run_threads
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError
-from ganglion.gradients import GradientReducer, Reach, clip_by_norm, global_norm
-from ganglion.topology import Mesh
+from ganglion.execute.comm import SoloGroup, World, run_threads
+from ganglion.execute.gradients import GradientReducer, Reach, clip_by_norm, global_norm
 from ganglion.trace import COMM, Recorder
 
 ONE_AT_A_TIME = threading.Lock()

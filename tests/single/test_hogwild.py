@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion.averaging.hogwild import HogwildEasgd, HogwildSgd
-from ganglion.averaging.packed import Packed
-from ganglion.averaging.shared_center import SharedCenter
-from ganglion.comm import World, run_threads
+from ganglion.decide.schedules.exchanges.elastic_rates import ElasticRate
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, PeerLost, ProtocolError
-from ganglion.schedules.elastic_rates import ElasticRate
-from ganglion.topology import Mesh
+from ganglion.execute.averaging.methods.hogwild import HogwildEasgd, HogwildSgd
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.methods.shared_center import SharedCenter
+from ganglion.execute.comm import World, run_threads
 
 ALPHA, LR = 0.2, 0.1
 DEADLINE_S = 30.0

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ganglion.decide.topology import Box, Coordinates, Mesh, Placement, Shard
 from ganglion.errors import ConfigError
-from ganglion.models import (
+from ganglion.execute.models import (
     BlockModel,
     Constant,
     Initial,
@@ -27,10 +28,9 @@ from ganglion.models import (
     named_parameters,
     outline_model,
 )
-from ganglion.models import initial as initial_module
-from ganglion.models.initial import _key, fill
-from ganglion.models.layer_defaults import torch_defaults
-from ganglion.topology import Box, Coordinates, Mesh, Placement, Shard
+from ganglion.execute.models import initial as initial_module
+from ganglion.execute.models.initial import _key, fill
+from ganglion.execute.models.layer_defaults import torch_defaults
 from tests.training import SHAPES
 
 NAME = "layers.3.mlp.up.weight"

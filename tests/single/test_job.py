@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ganglion.comm import open_world
-from ganglion.config import Override, load_run_file, resolve
+from ganglion.decide.config import Override, load_run_file, resolve
+from ganglion.decide.schedules.loss_scale import LossScale
+from ganglion.decide.topology import Launch
 from ganglion.errors import GanglionError
-from ganglion.schedules.loss_scale import LossScale
-from ganglion.topology import Launch
+from ganglion.execute.comm import open_world
+from ganglion.execute.measure.peak import machine_peak
+from ganglion.execute.train import Job, build_job, file_observers, train
 from ganglion.trace import StepMetrics, read_events, read_metrics
-from ganglion.train import Job, build_job, file_observers, train
-from ganglion.train.peak import machine_peak
 
 SMALL = {
     "model.layers": "2",
@@ -124,7 +124,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     # Half a second of products for every job: the figure is not what is looked at here.
     brief = partial(machine_peak, budget_s=1e-3)
-    monkeypatch.setattr(import_module("ganglion.train.job"), "machine_peak", brief)
+    monkeypatch.setattr(import_module("ganglion.execute.train.job"), "machine_peak", brief)
     return tmp_path
 
 
@@ -165,7 +165,7 @@ def test_skipped_steps_are_told(
 ) -> None:
     """A scale that is much too large: the first steps overflow, and the run says so."""
     made = partial(LossScale, initial=2.0**24)
-    monkeypatch.setattr(import_module("ganglion.train.parallelize"), "LossScale", made)
+    monkeypatch.setattr(import_module("ganglion.execute.train.parallelize"), "LossScale", made)
     settings = {"data.kind": "synthetic", "train.steps": "8", "output.tensorboard": "true"}
     job = make_job(folder, **settings, **{"train.precision": "fp16_master"})
     observers = file_observers(job)

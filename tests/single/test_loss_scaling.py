@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
-from ganglion.plan import FP16_MASTER
-from ganglion.schedules.loss_scale import LossScale
-from ganglion.train import Run, StepResult
-from ganglion.train.verdict import Judge
+from ganglion.decide.plan import FP16_MASTER
+from ganglion.decide.schedules.loss_scale import LossScale
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.train import Run, StepResult
+from ganglion.execute.update.verdict import Judge
 from tests.covering import by_name, cells
 from tests.halves import Scale, train_in_half
 from tests.pipelines import plan_for
@@ -155,7 +155,7 @@ def test_scales_and_weights_of_true_overflows(
     """A scale that is much too large overflows by itself, falls, and rises again."""
     rule = Scale(initial=2.0**24, patience=3)
     made = partial(LossScale, initial=rule.initial, patience=rule.patience)
-    monkeypatch.setattr(import_module("ganglion.train.parallelize"), "LossScale", made)
+    monkeypatch.setattr(import_module("ganglion.execute.train.parallelize"), "LossScale", made)
     case = dataclasses.replace(CASE, num_steps=10, max_grad_norm=max_grad_norm, optimizer="sgd")
     plan = plan_for(case, schedule, pipe, 1, 4, precision=FP16_MASTER)
     found = run_threads(plan.mesh(), lambda world: train_at_once(world, plan, case))

@@ -14,43 +14,37 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
-from ganglion.config import (
+from ganglion.decide.costs import Memory, StateRules, segments, with_norm
+from ganglion.decide.costs.working_memory import NORM_BYTES, NORM_PART
+from ganglion.decide.predict import MemoryOptions, predicted_memory
+from ganglion.decide.shapes import (
+    BlockActivations,
     ConvShape,
     GPTShape,
-    MemoryOptions,
+    Layout,
     MLPShape,
     ModelShape,
-    predicted_memory,
-)
-from ganglion.costs import (
-    BlockActivations,
-    Layout,
-    Memory,
-    StateRules,
     conv_activations,
     gpt_activations,
     mlp_activations,
-    segments,
-    with_norm,
 )
-from ganglion.costs.working_memory import NORM_BYTES, NORM_PART
-from ganglion.gradients import GradientBuckets, Reach
-from ganglion.gradients.norm import SQUARED_AT_ONCE
-from ganglion.models import build_model, cross_entropy, tensor_cuts
-from ganglion.pipeline import Chain, Stage
-from ganglion.tensor import (
+from ganglion.decide.topology import Mesh
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.gradients import GradientBuckets, Reach
+from ganglion.execute.gradients.norm import SQUARED_AT_ONCE
+from ganglion.execute.models import build_model, cross_entropy, tensor_cuts
+from ganglion.execute.pipeline import Chain, Stage
+from ganglion.execute.tensor import (
     TensorSettings,
     Weights,
     apply_tensor_parallel,
     split_cross_entropy,
 )
-from ganglion.topology import Mesh
+from ganglion.execute.train import Run
+from ganglion.execute.train.pipelined import PipelineExecutor
+from ganglion.execute.train.replica_executor import ReplicaExecutor
+from ganglion.execute.update.precision import WideLoss
 from ganglion.trace import Recorder
-from ganglion.train import Run
-from ganglion.train.pipelined import PipelineExecutor
-from ganglion.train.precision import WideLoss
-from ganglion.train.replica_executor import ReplicaExecutor
 from tests.covering import Values, cells, named
 from tests.training import SHAPES, Case, make_batches, make_run, share_of
 

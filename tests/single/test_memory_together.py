@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
-from ganglion.offload.activation_tiers import ScratchFile
-from ganglion.tensor import TensorSettings
-from ganglion.train.offloaded import OffloadSettings
-from ganglion.train.offloaded_activations import ActivationSettings
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.offload.activation_tiers import ScratchFile
+from ganglion.execute.tensor import TensorSettings
+from ganglion.execute.train.offloaded_activations import ActivationSettings
+from ganglion.execute.update.offloaded import OffloadSettings
 from tests.covering import cells
 from tests.serial import History, assert_same_by_name
 from tests.training import Case, make_run, train_split_at_once

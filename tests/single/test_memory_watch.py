@@ -12,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan
-from ganglion.cli.measured_memory import counted_categories, write_memory
-from ganglion.comm import World, run_threads
-from ganglion.config import MemoryOptions, RunFile, predicted_memory
-from ganglion.config.run_folder import MEMORY_FILE
-from ganglion.costs import Memory
-from ganglion.models import cross_entropy
-from ganglion.schedules.update_buckets import GRAIN
-from ganglion.topology import Mesh
-from ganglion.train import parallelize
-from ganglion.train.memory_watch import MemoryWatch, held_bytes
-from ganglion.train.offloaded import OffloadSettings
-from ganglion.train.saved_bytes import SavedBytes
+from ganglion.decide.config import RunFile
+from ganglion.decide.config.run_folder import MEMORY_FILE
+from ganglion.decide.costs import Memory
+from ganglion.decide.predict import MemoryOptions, predicted_memory
+from ganglion.decide.predict.measured_memory import counted_categories, write_memory
+from ganglion.decide.schedules.buckets.updates import GRAIN
+from ganglion.decide.topology import Mesh
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.measure.memory_watch import MemoryWatch, held_bytes
+from ganglion.execute.measure.saved_bytes import SavedBytes
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.train import parallelize
+from ganglion.execute.update.offloaded import OffloadSettings
 from tests.single.test_memory_model import STATES, Layouts, plan_of, told
 from tests.training import FACTORIES, SHAPES, make_batches, make_model, make_run, share_of
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.comm.message import MAX_DIMS, MAX_FORM_BYTES, Form, Forms, Header, flow_number
 from ganglion.errors import ProtocolError
+from ganglion.execute.comm.message import MAX_DIMS, MAX_FORM_BYTES, Form, Forms, Header, flow_number
 
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.int8, torch.complex64, torch.uint64)
 KINDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=15)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ganglion.errors import ConfigError
-from ganglion.models import (
+from ganglion.execute.models import (
     BlockModel,
     Blocks,
     evaluation_mode,

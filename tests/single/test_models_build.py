@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from ganglion.config.shapes import ConvShape, GPTShape, MLPShape
+from ganglion.reference import load_function
+from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape
 from ganglion.errors import ConfigError, LayoutError
-from ganglion.models import (
+from ganglion.execute.models import (
     GPT,
     MLP,
     ConvNet,
     build_model,
     build_user_blocks,
     cross_entropy,
-    load_function,
     loss_function,
     mse,
 )

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion.config.shapes import GPTShape
+from ganglion.decide.shapes.models import GPTShape
 from ganglion.errors import ConfigError, LayoutError
-from ganglion.models import GPT, generate
+from ganglion.execute.models import GPT, generate
 
 SHAPE = GPTShape(
     vocab_size=11,

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 import ganglion
 from ganglion.errors import CheckpointError, ConfigError, LayoutError
-from ganglion.models import build_user_blocks, cross_entropy, named_blocks, named_parameters
-from ganglion.models.blocks import tied_names
-from ganglion.models.hugging_face import (
+from ganglion.execute.measure.peak import count_flops
+from ganglion.execute.models import build_user_blocks, cross_entropy, named_blocks, named_parameters
+from ganglion.execute.models.blocks import tied_names
+from ganglion.execute.models.hugging_face import (
     build,
     hugging_face_blocks,
     hugging_face_names,
     hugging_face_state_dict,
 )
-from ganglion.train.peak import count_flops
 from tests.absent import Absent
 from tests.hugging_face import Logits
 from tests.serial import assert_same_by_name, copies, train_serially
@@ -280,7 +280,7 @@ def test_a_run_file_can_name_the_factory(family: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(socket.socket, "connect", refuse)
     args = {"model_type": family, "vocab_size": VOCAB_SIZE, **SETTINGS[family]}
     torch.manual_seed(3)
-    blocks = build_user_blocks("ganglion.models.hugging_face:build", args)
+    blocks = build_user_blocks("ganglion.execute.models.hugging_face:build", args)
     ids, targets = sample()
     logits = run_blocks(list(blocks.values()), ids)
     assert logits.shape == (3, SEQ_LEN, VOCAB_SIZE)
@@ -373,7 +373,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "transformers", None)
     text = r"need the package `transformers` .*: pip install 'ganglion\[hf\]'$"
     with pytest.raises(ConfigError, match=text):
-        build_user_blocks("ganglion.models.hugging_face:build", {"model_type": "gpt2"})
+        build_user_blocks("ganglion.execute.models.hugging_face:build", {"model_type": "gpt2"})
     with pytest.raises(ConfigError, match=text):
         hugging_face_blocks(nn.Linear(2, 2))
 
@@ -381,7 +381,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
 def test_transformers_is_imported_only_when_used() -> None:
     apart = Absent("transformers", "tokenizers")
     with apart:
-        import ganglion.models
-        import ganglion.models.hugging_face
-        import ganglion.train  # noqa: F401
+        import ganglion.execute.models
+        import ganglion.execute.models.hugging_face
+        import ganglion.execute.train  # noqa: F401
     assert not apart.refused

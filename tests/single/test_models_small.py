@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ganglion.config.shapes import ConvShape, MLPShape
+from ganglion.decide.shapes.models import ConvShape, MLPShape
 from ganglion.errors import LayoutError
-from ganglion.models import MLP, BlockModel, ConvNet, cross_entropy, mse, named_blocks
+from ganglion.execute.models import MLP, BlockModel, ConvNet, cross_entropy, mse, named_blocks
 
 MLP_SHAPE = MLPShape(num_inputs=16, num_outputs=3, num_layers=3, hidden=32)
 CONV_SHAPE = ConvShape(image_size=28, num_channels=1, num_outputs=10)

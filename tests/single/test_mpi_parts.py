@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from ganglion.cli import mpi
-from ganglion.comm.mpi_blocks import LARGE_BYTES, MAX_KEPT, Blocks
-from ganglion.comm.mpi_progress import Activity, Progress
 from ganglion.errors import ConfigError, LaunchError, PeerLost
+from ganglion.execute.comm.mpi.blocks import LARGE_BYTES, MAX_KEPT, Blocks
+from ganglion.execute.comm.mpi.progress import Activity, Progress
 from tests.absent import Absent
 from tests.command import DEADLINE_S, environment
 
@@ -143,10 +143,10 @@ def test_without_mpi4py_one_line_says_what_to_install(
 def test_everything_else_works_without_mpi4py() -> None:
     with Absent("mpi4py"):
         import ganglion.cli.mpi
-        import ganglion.cli.worker  # noqa: F401
-        from ganglion.comm.mpi_world import open_mpi_world
+        import ganglion.cli.rank_main  # noqa: F401
+        from ganglion.decide.topology import Mesh
         from ganglion.errors import LaunchError
-        from ganglion.topology import Mesh
+        from ganglion.execute.comm.mpi.world import open_mpi_world
 
         with pytest.raises(LaunchError) as caught:
             open_mpi_world(Mesh(data=2))

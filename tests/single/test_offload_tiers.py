@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ganglion.errors import CommError, ConfigError, OffloadError
-from ganglion.offload import DiskTier, HostTier, Region, Tier, open_tier
-from ganglion.offload import disk as disk_module
-from ganglion.offload.tier import PAGE_BYTES, page_buffer
+from ganglion.execute.offload import DiskTier, HostTier, Region, Tier, open_tier
+from ganglion.execute.offload import disk as disk_module
+from ganglion.execute.offload.tier import PAGE_BYTES, page_buffer
 from tests.offloading import (
     FACTORIES,
     Offloaded,

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ganglion import Plan, Run
-from ganglion.checkpoint import latest_checkpoint
-from ganglion.comm import open_world
+from ganglion.decide.topology import Launch
 from ganglion.errors import OffloadError
-from ganglion.topology import Launch
-from ganglion.train.offloaded import OffloadSettings
+from ganglion.execute.checkpoint import latest_checkpoint
+from ganglion.execute.comm import open_world
+from ganglion.execute.update.offloaded import OffloadSettings
 from tests.serial import Batch, assert_same_by_name, copies
 from tests.training import Case, make_batches, make_run
 

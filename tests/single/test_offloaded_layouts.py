@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.trace import HOST, Event, Recorder
-from ganglion.train.offloaded import OffloadSettings
 from tests.covering import by_name, cells
 from tests.serial import History, assert_same_by_name, copies
 from tests.training import Case, make_batches, make_run, share_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ganglion.schedules.bucket_program import NUM_SLOTS
+from ganglion.decide.schedules.buckets.program import NUM_SLOTS
 from ganglion.trace import Recorder
 from tests.offloading import (
     FACTORIES,

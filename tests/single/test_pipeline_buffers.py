@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, run_threads
+from ganglion.execute.comm import World, run_threads
 from tests.pipelines import FLUSHING, merged
 from tests.serial import (
     Batch,

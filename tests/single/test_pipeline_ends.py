@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from ganglion import Plan
-from ganglion.comm import Arrival, Group, World, run_threads
+from ganglion.decide.schedules.pipeline import planned_schedule
 from ganglion.errors import PeerLost
-from ganglion.pipeline import Engine
-from ganglion.schedules import planned_schedule
+from ganglion.execute.comm import Arrival, Group, World, run_threads
+from ganglion.execute.pipeline import Engine
+from ganglion.execute.train.assemble import _lag
 from ganglion.trace import Recorder
-from ganglion.train.assemble import _lag
 from tests.covering import cells
 from tests.pipelines import CASE, plan_for
 from tests.training import Case, make_batches, make_run, share_of

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.comm import Faults, World, run_threads
-from ganglion.comm.local_transport import LocalTransport
+from ganglion.decide.schedules.pipeline.action import FORWARD, Message
 from ganglion.errors import CommError, GanglionError, PeerLost, PipelineError, ProtocolError
-from ganglion.models import cross_entropy
-from ganglion.pipeline.ledger import Ledger
-from ganglion.schedules.action import FORWARD, Message
+from ganglion.execute.comm import Faults, World, run_threads
+from ganglion.execute.comm.local.transport import LocalTransport
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.pipeline.ledger import Ledger
 from tests.covering import cells
 from tests.pipelines import (
     CASE,

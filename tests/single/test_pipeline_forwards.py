@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from ganglion import Plan
-from ganglion.comm import Arrival, Header, World, run_threads
+from ganglion.decide.schedules.pipeline import SCHEDULES, ForwardOnly, StageMap
+from ganglion.decide.schedules.pipeline.action import FORWARD, Message
 from ganglion.errors import ProtocolError
-from ganglion.models import generate
-from ganglion.pipeline.predictions import Predictions
-from ganglion.schedules import SCHEDULES, ForwardOnly, StageMap
-from ganglion.schedules.action import FORWARD, Message
+from ganglion.execute.comm import Arrival, Header, World, run_threads
+from ganglion.execute.models import generate
+from ganglion.execute.pipeline.predictions import Predictions
 from tests.training import Case, make_batches, make_model, make_run, share_of
 
 CASE = Case(model="gpt", optimizer="sgd", num_steps=2)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, run_threads
-from ganglion.pipeline import Stage
-from ganglion.schedules import planned_schedule
-from ganglion.schedules.action import Action
-from ganglion.train import Run
-from ganglion.train.offloaded_activations import ActivationSettings
-from ganglion.train.pipelined import PipelineExecutor
+from ganglion.decide.schedules.pipeline import planned_schedule
+from ganglion.decide.schedules.pipeline.action import Action
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.pipeline import Stage
+from ganglion.execute.train import Run
+from ganglion.execute.train.offloaded_activations import ActivationSettings
+from ganglion.execute.train.pipelined import PipelineExecutor
 from tests.serial import Batch
 from tests.training import OPTIMIZERS
 

@@ -14,14 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import ganglion.train.assemble as assembling
+import ganglion.execute.train.assemble as assembling
 from ganglion import Plan
-from ganglion.comm import Arrival, Faults, Header, run_threads
-from ganglion.costs import StageTimes
-from ganglion.pipeline import Engine
-from ganglion.schedules import RankSchedule, planned_schedule
-from ganglion.schedules.action import BACKWARD, COMPUTE, FORWARD, REDUCE, Action, Message
-from ganglion.simulator import Simulation, simulate
+from ganglion.decide.costs import StageTimes
+from ganglion.decide.schedules.pipeline import RankSchedule, planned_schedule
+from ganglion.decide.schedules.pipeline.action import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    REDUCE,
+    Action,
+    Message,
+)
+from ganglion.decide.simulator import Simulation, simulate
+from ganglion.execute.comm import Arrival, Faults, Header, run_threads
+from ganglion.execute.pipeline import Engine
 from ganglion.trace import Event, Recorder
 from tests.pipelines import CASE, FLUSHING, plan_for
 from tests.training import Case, train_traced

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
 from ganglion.errors import DataError
-from ganglion.models import cross_entropy
-from ganglion.train.executor import Share
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.train.executor import Share
 from tests.pipelines import FLUSHING, merged
 from tests.serial import (
     Batch,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import parallelize
-from ganglion.comm import World, run_threads
-from ganglion.models import cross_entropy
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.models import cross_entropy
 from tests.covering import cells
 from tests.pipelines import (
     CASE,

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from ganglion import Plan, parallelize
-from ganglion.comm import run_threads
+from ganglion.decide.schedules.pipeline import BUILT_IN, planned_schedule
+from ganglion.decide.schedules.pipeline.flush import GPipe
 from ganglion.errors import ConfigError
-from ganglion.models import cross_entropy
-from ganglion.schedules import BUILT_IN, planned_schedule
-from ganglion.schedules.flush import GPipe
+from ganglion.execute.comm import run_threads
+from ganglion.execute.models import cross_entropy
 from ganglion.trace import Event
 from tests.pipelines import (
     CASE,

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, run_threads
+from ganglion.decide.plan import BF16_MASTER, FP16_MASTER
 from ganglion.errors import ConfigError
-from ganglion.models import cross_entropy
-from ganglion.offload.activations import Hooks
-from ganglion.pipeline import Chain, WidenedCall
-from ganglion.plan import BF16_MASTER, FP16_MASTER
-from ganglion.train.pipelined import PipelineExecutor
-from ganglion.train.precision import take_masters
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.offload.activations import Hooks
+from ganglion.execute.pipeline import Chain, WidenedCall
+from ganglion.execute.train.pipelined import PipelineExecutor
+from ganglion.execute.update.precision import take_masters
 from tests.covering import Values, cells
 from tests.halves import HALVES, train_in_half
 from tests.pipelines import FLUSHING, merged, plan_for, train_at_once

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ganglion import Plan
-from ganglion.checkpoint import latest_checkpoint, load_exported, read_specs
-from ganglion.comm import World, run_threads
-from ganglion.plan import BF16_MASTER, FP16_MASTER
-from ganglion.topology import Mesh
-from ganglion.train import Run
+from ganglion.decide.plan import BF16_MASTER, FP16_MASTER
+from ganglion.decide.topology import Mesh
+from ganglion.execute.checkpoint import latest_checkpoint, load_exported, read_specs
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.train import Run
 from tests.pipelines import plan_for
 from tests.serial import assert_same_by_name, copies
 from tests.single.test_loss_scaling import spoil, state_of

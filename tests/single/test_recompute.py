@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, run_threads
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, GanglionError
-from ganglion.pipeline import Chain, Stage, StageSettings, WeightStore, defer_weight_gradients
-from ganglion.topology import Mesh
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.pipeline import (
+    Chain,
+    Stage,
+    StageSettings,
+    WeightStore,
+    defer_weight_gradients,
+)
 from tests.covering import cells
 from tests.pipelines import CASE, FLUSHING, merged, plan_for, train_at_once
 from tests.serial import Batch, History, assert_same_by_name, copies

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from ganglion.checkpoint import SavedState, save
-from ganglion.comm import World, open_world
-from ganglion.plan import Plan
-from ganglion.topology import Launch
-from ganglion.train.saved import with_saved_cut
+from ganglion.decide.plan import Plan
+from ganglion.decide.topology import Launch
+from ganglion.execute.checkpoint import SavedState, save
+from ganglion.execute.comm import World, open_world
+from ganglion.execute.train.saved import with_saved_cut
 
 SAVED = Plan(pipe=2, schedule="two_bw", num_microbatches=4, stage_boundaries=(3,))
 OPEN = Plan(pipe=2, schedule="two_bw", num_microbatches=4)

@@ -14,20 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ganglion.averaging.center_link import CenterLink
-from ganglion.averaging.connections import Phone, Store
-from ganglion.averaging.packed import Packed
-from ganglion.averaging.rules import Additive, Delta, Elastic, Rule, WithMean
-from ganglion.averaging.served import ServedEasgd, ServedEasgdDelta, ServedSgd
-from ganglion.averaging.served_names import SERVED, ServedOptions, center_server, join_center
-from ganglion.averaging.server import CenterServer
-from ganglion.averaging.shards import ShardedCenter, shard_bounds
-from ganglion.averaging.snapshot import Snapshots, load_snapshot
-from ganglion.averaging.wire import Block, Envelope, Side, open_block
-from ganglion.comm import World, run_threads
-from ganglion.errors import CheckpointError, ConfigError, PeerLost, ProtocolError
-from ganglion.schedules.elastic_rates import ElasticRate
-from ganglion.schedules.served_exchange import (
+from ganglion.decide.schedules.exchanges.elastic_rates import ElasticRate
+from ganglion.decide.schedules.exchanges.served import (
     EXCHANGE,
     FIRST_COME,
     JOIN,
@@ -37,7 +25,24 @@ from ganglion.schedules.served_exchange import (
     ROUND_ROBIN,
     Event,
 )
-from ganglion.topology import Mesh
+from ganglion.decide.topology import Mesh
+from ganglion.errors import CheckpointError, ConfigError, PeerLost, ProtocolError
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.served.center_link import CenterLink
+from ganglion.execute.averaging.served.connections import Phone, Store
+from ganglion.execute.averaging.served.methods import ServedEasgd, ServedEasgdDelta, ServedSgd
+from ganglion.execute.averaging.served.names import (
+    SERVED,
+    ServedOptions,
+    center_server,
+    join_center,
+)
+from ganglion.execute.averaging.served.rules import Additive, Delta, Elastic, Rule, WithMean
+from ganglion.execute.averaging.served.server import CenterServer
+from ganglion.execute.averaging.served.shards import ShardedCenter, shard_bounds
+from ganglion.execute.averaging.served.snapshot import Snapshots, load_snapshot
+from ganglion.execute.averaging.served.wire import Block, Envelope, Side, open_block
+from ganglion.execute.comm import World, run_threads
 
 RUN = "threads"
 ALPHA, LR = 0.2, 0.05

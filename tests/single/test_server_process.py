@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ganglion.averaging.average import ElasticAverage
-from ganglion.averaging.choosing import Wishes
-from ganglion.averaging.packed import Packed
-from ganglion.averaging.server import ServerMetrics
-from ganglion.averaging.server_process import ServerProcess, announce_end
-from ganglion.averaging.serving import served_method
-from ganglion.averaging.workers import own_address, server_place
-from ganglion.comm import World, run_threads
+from ganglion.decide.topology import Launch, Mesh
 from ganglion.errors import ConfigError, LayoutError, PeerLost
-from ganglion.topology import Launch, Mesh
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.choosing import Wishes
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.served.server import ServerMetrics
+from ganglion.execute.averaging.served.server_process import ServerProcess, announce_end
+from ganglion.execute.averaging.served.serving import served_method
+from ganglion.execute.averaging.workers import own_address, server_place
+from ganglion.execute.comm import World, run_threads
 from tests.averages import LR, Weights, assert_near, copies, make_model, plain_sgd, train_threads
 
 DEADLINE_S = 20.0

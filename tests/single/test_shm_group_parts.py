@@ -20,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ganglion.comm import MAX, SUM, shm_bulk, shm_segment
-from ganglion.comm.reduce_order import combine, combine_aliased, combine_by_tree, tree_pairs
-from ganglion.comm.shm_call import GOODBYE, SIGNAL, Call, Hello, Inbox, pack_failure
-from ganglion.comm.shm_group import ShmGroup
-from ganglion.comm.shm_outbox import Outbox
-from ganglion.comm.shm_staging import SumSlabs
 from ganglion.errors import CommError, ProtocolError
+from ganglion.execute.comm import MAX, SUM
+from ganglion.execute.comm.calls import GOODBYE, SIGNAL, Call, Hello, Inbox, pack_failure
+from ganglion.execute.comm.reduce_order import combine, combine_aliased, combine_by_tree, tree_pairs
+from ganglion.execute.comm.shm import bulk as shm_bulk
+from ganglion.execute.comm.shm import segment as shm_segment
+from ganglion.execute.comm.shm.group import ShmGroup
+from ganglion.execute.comm.shm.outbox import Outbox
+from ganglion.execute.comm.shm.staging import SumSlabs
 from tests.profiles import examples
 
 pytestmark = pytest.mark.timeout(60)

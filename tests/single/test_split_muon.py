@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
-from ganglion.tensor.grid import Grid, TensorSettings
-from ganglion.tensor.pieces import cut_out
-from ganglion.topology import Mesh, Placement, Shard
+from ganglion.decide.topology import Mesh, Placement, Shard
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.tensor.grid import Grid, TensorSettings
+from ganglion.execute.tensor.pieces import cut_out
+from ganglion.execute.update.split_muon import SplitMatrices, over_pieces
 from ganglion.trace import Recorder
-from ganglion.train.split_muon import SplitMatrices, over_pieces
 from tests.covering import cells
 from tests.pipelines import delayed, plan_for
 from tests.serial import TOLERANCE, History, assert_same_by_name

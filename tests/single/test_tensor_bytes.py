@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ganglion import Plan, parallelize
-from ganglion.comm import Group, Handle, World, run_threads
-from ganglion.config import GPTShape, MLPShape
-from ganglion.costs import Matmul, Repeats, Traffic, gpt_matmuls, ring_sent, tensor_traffic
-from ganglion.models import build_model, cross_entropy
-from ganglion.tensor import TensorSettings
-from ganglion.topology import Mesh, Placement
+from ganglion.decide.costs import Matmul, Repeats, Traffic, gpt_matmuls, ring_sent, tensor_traffic
+from ganglion.decide.shapes import GPTShape, MLPShape
+from ganglion.decide.topology import Mesh, Placement
+from ganglion.execute.comm import Group, Handle, World, run_threads
+from ganglion.execute.models import build_model, cross_entropy
+from ganglion.execute.tensor import TensorSettings
 from ganglion.trace import Event, Recorder
 from tests.covering import Values, cells
 from tests.tensors import SETTINGS

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.comm import SoloGroup, World, run_threads
-from ganglion.config.hugging_face_checks import FAMILIES, check_hugging_face
+from ganglion.decide.config.hugging_face_checks import FAMILIES, check_hugging_face
+from ganglion.decide.topology import Mesh
 from ganglion.errors import LayoutError
-from ganglion.models import cross_entropy, named_parameters, tensor_cuts
-from ganglion.models.hugging_face import build, hugging_face_blocks, hugging_face_names
-from ganglion.models.hugging_face_cuts import cuts_of
-from ganglion.tensor import apply_tensor_parallel
-from ganglion.topology import Mesh
-from ganglion.train import random_stream
+from ganglion.execute.comm import SoloGroup, World, run_threads
+from ganglion.execute.models import cross_entropy, named_parameters, tensor_cuts
+from ganglion.execute.models.hugging_face import build, hugging_face_blocks, hugging_face_names
+from ganglion.execute.models.hugging_face_cuts import cuts_of
+from ganglion.execute.tensor import apply_tensor_parallel
+from ganglion.execute.train import random_stream
 from tests.covering import cells
 from tests.hugging_face import Logits
 from tests.serial import TOLERANCE, Batch, History, assert_same_by_name, copies, train_serially

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ganglion import Plan, parallelize
-from ganglion.comm import World, open_world, run_threads
-from ganglion.config import Override, load_run_file, resolve
+from ganglion.decide.config import Override, load_run_file, resolve
+from ganglion.decide.topology import Launch
 from ganglion.errors import ConfigError
-from ganglion.models import (
+from ganglion.execute.comm import World, open_world, run_threads
+from ganglion.execute.models import (
     InitialWeights,
     build_model,
     cross_entropy,
     named_blocks,
     named_parameters,
 )
-from ganglion.models.layer_defaults import torch_defaults
-from ganglion.topology import Launch
-from ganglion.train import Run, build_blocks, build_job
+from ganglion.execute.models.layer_defaults import torch_defaults
+from ganglion.execute.train import Run, build_blocks, build_job
 from tests.covering import Values, by_name, cells
 from tests.serial import History, assert_same_by_name
 from tests.tensors import Held, whole

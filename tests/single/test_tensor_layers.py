@@ -11,23 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ganglion.comm import Done, Group, Handle, SoloGroup, World, run_threads
-from ganglion.errors import ConfigError, DataError, LayoutError
-from ganglion.models import build_model, named_blocks, tensor_cuts
-from ganglion.tensor import (
-    TensorParallel,
-    TensorSettings,
-    apply_tensor_parallel,
-    cut,
-    gather,
-    split_cross_entropy,
-)
-from ganglion.tensor.channel_norms import SplitGroupNorm
-from ganglion.tensor.dropout import SplitDropout
-from ganglion.tensor.forms import form_of
-from ganglion.tensor.multiply import Layer, multiply
-from ganglion.tensor.products import LinearProduct, Sizes
-from ganglion.topology import (
+from ganglion.decide.topology import (
     BATCH,
     GROUP,
     NORMAL,
@@ -44,6 +28,22 @@ from ganglion.topology import (
     Shard,
     WidthCut,
 )
+from ganglion.errors import ConfigError, DataError, LayoutError
+from ganglion.execute.comm import Done, Group, Handle, SoloGroup, World, run_threads
+from ganglion.execute.models import build_model, named_blocks, tensor_cuts
+from ganglion.execute.tensor import (
+    TensorParallel,
+    TensorSettings,
+    apply_tensor_parallel,
+    cut,
+    gather,
+    split_cross_entropy,
+)
+from ganglion.execute.tensor.channel_norms import SplitGroupNorm
+from ganglion.execute.tensor.dropout import SplitDropout
+from ganglion.execute.tensor.forms import form_of
+from ganglion.execute.tensor.multiply import Layer, multiply
+from ganglion.execute.tensor.products import LinearProduct, Sizes
 from tests.tensors import WIDE
 
 

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ganglion import Plan, parallelize
-from ganglion.comm import Faults, World, run_threads
-from ganglion.models import cross_entropy
-from ganglion.tensor import TensorSettings
+from ganglion.execute.comm import Faults, World, run_threads
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.tensor import TensorSettings
+from ganglion.execute.update.optimizers import NamedParameters
 from ganglion.trace import Recorder
-from ganglion.train.optimizers import NamedParameters
 from tests.covering import cells
 from tests.pipelines import FLUSHING, delayed, plan_for, serial_of, told
 from tests.serial import History

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
+from ganglion.decide.topology import Mesh
 from ganglion.errors import LayoutError
-from ganglion.models import cross_entropy, mse
-from ganglion.tensor import WITHOUT_OVERLAP, TensorSettings, apply_tensor_parallel
-from ganglion.tensor.weights import StoredWeight, Weights
-from ganglion.topology import Mesh
+from ganglion.execute.comm import World, run_threads
+from ganglion.execute.models import cross_entropy, mse
+from ganglion.execute.tensor import WITHOUT_OVERLAP, TensorSettings, apply_tensor_parallel
+from ganglion.execute.tensor.weights import StoredWeight, Weights
 from tests.covering import cells, named
 from tests.serial import History
 from tests.tensors import (

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ganglion import Plan
-from ganglion.comm import SoloGroup, World, run_threads
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError
-from ganglion.tensor import TensorSettings
-from ganglion.tensor.products import ConvProduct, FlippedProduct, LinearProduct
-from ganglion.tensor.tuning import (
+from ganglion.execute.comm import SoloGroup, World, run_threads
+from ganglion.execute.tensor import TensorSettings
+from ganglion.execute.tensor.products import ConvProduct, FlippedProduct, LinearProduct
+from ganglion.execute.tensor.tuning import (
     MIN_GAIN,
     NN,
     NT,
@@ -31,7 +32,6 @@ from ganglion.tensor.tuning import (
     natural_variant,
     tuned,
 )
-from ganglion.topology import Mesh
 from tests.serial import assert_same_by_name
 from tests.training import Case, train_split
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from ganglion.comm import run_threads
-from ganglion.config import GPTShape
-from ganglion.config.schema import OptimizerSection
-from ganglion.models import GPT, cross_entropy, named_blocks, named_parameters
-from ganglion.topology import Mesh
-from ganglion.train.host_memory import keep_freed_memory, return_large_blocks
-from ganglion.train.learning_rate import warmup_cosine
-from ganglion.train.optimizers import build_optimizers, optimizer_factory
-from ganglion.train.peak import count_flops, machine_peak
+from ganglion.decide.config.schema import OptimizerSection
+from ganglion.decide.shapes import GPTShape
+from ganglion.decide.topology import Mesh
+from ganglion.execute.comm import run_threads
+from ganglion.execute.measure.host_memory import keep_freed_memory, return_large_blocks
+from ganglion.execute.measure.peak import count_flops, machine_peak
+from ganglion.execute.models import GPT, cross_entropy, named_blocks, named_parameters
+from ganglion.execute.update.learning_rate import warmup_cosine
+from ganglion.execute.update.optimizers import build_optimizers, optimizer_factory
 
 SHAPE = GPTShape(
     vocab_size=32,

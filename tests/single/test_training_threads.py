@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ganglion import Plan
-from ganglion.comm import World, run_threads
+from ganglion.execute.comm import World, run_threads
 from tests.covering import Values, cells
 from tests.serial import TOLERANCE, History, assert_same_by_name, copies
 from tests.training import (

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ganglion.comm.local_transport import Faults, LocalMail, LocalTransport
-from ganglion.comm.message import Arrival
 from ganglion.errors import PeerLost, ProtocolError
+from ganglion.execute.comm.local.transport import Faults, LocalMail, LocalTransport
+from ganglion.execute.comm.message import Arrival
 from ganglion.trace import Recorder
 from tests.messages import check_letters, exchange_letters, traffic
 from tests.profiles import examples

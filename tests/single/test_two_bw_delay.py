@@ -9,11 +9,11 @@ import torch
 
 from ganglion import Plan, parallelize
 from ganglion.cli.train import warn_of_late_gradients
-from ganglion.comm import Faults, run_threads
-from ganglion.config import Override, check_plan, load_run_file, resolve
+from ganglion.decide.config import Override, check_plan, load_run_file, resolve
 from ganglion.errors import ConfigError
-from ganglion.models import cross_entropy
-from ganglion.pipeline import ErrorFeedback, WeightVersions
+from ganglion.execute.comm import Faults, run_threads
+from ganglion.execute.models import cross_entropy
+from ganglion.execute.update import ErrorFeedback, WeightVersions
 from tests.covering import Values, cells
 from tests.pipelines import (
     CASE,

@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
-from ganglion.config.shapes import ConvShape, GPTShape, MLPShape
+from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape
 from ganglion.errors import GanglionError
-from ganglion.models import GPT, MLP, ConvNet
-from ganglion.pipeline.weight_gradients import WeightStore, defer_weight_gradients
+from ganglion.execute.models import GPT, MLP, ConvNet
+from ganglion.execute.pipeline.weight_gradients import WeightStore, defer_weight_gradients
 
 NUM_MICROBATCHES = 4
 Order = Sequence[tuple[str, int]]

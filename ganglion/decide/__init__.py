@@ -1,0 +1,1 @@
+"""The half that decides: plain Python without torch, clock, process or socket."""

@@ -1,0 +1,104 @@
+"""What things cost: cluster files; times of compute, network and tiers; memory by category."""
+
+from ganglion.decide.costs.activation_budget import Choice, RankBlocks, choose_recomputed
+from ganglion.decide.costs.center_memory import arriving_copies, center_copies, server_copies
+from ganglion.decide.costs.cluster import (
+    Cluster,
+    Link,
+    builtin_clusters,
+    find_cluster,
+    read_cluster,
+)
+from ganglion.decide.costs.layer_times import LayerTimes, layer_times
+from ganglion.decide.costs.limit import injection_limit
+from ganglion.decide.costs.memory import (
+    CATEGORIES,
+    FP32,
+    MIXED,
+    TWO_MASTERS,
+    Formats,
+    Memory,
+    StateRules,
+    Tier,
+    moved_to_tier,
+    state_entries,
+    state_memory,
+)
+from ganglion.decide.costs.network import Ring, link_between, rings_along
+from ganglion.decide.costs.segments import num_near_root, segments, written
+from ganglion.decide.costs.stages import (
+    balanced_boundaries,
+    held_blocks,
+    stage_times,
+    stage_times_from_file,
+)
+from ganglion.decide.costs.tensor_bytes import (
+    PAPER,
+    Matmul,
+    Repeats,
+    Traffic,
+    gpt_matmuls,
+    ring_sent,
+    tensor_traffic,
+)
+from ganglion.decide.costs.times import StageTimes
+from ganglion.decide.costs.working_memory import (
+    StageBlocks,
+    activation_memory,
+    gathered_blocks,
+    gathered_memory,
+    message_memory,
+    with_norm,
+)
+
+__all__ = [
+    "CATEGORIES",
+    "FP32",
+    "MIXED",
+    "PAPER",
+    "TWO_MASTERS",
+    "Choice",
+    "Cluster",
+    "Formats",
+    "LayerTimes",
+    "Link",
+    "Matmul",
+    "Memory",
+    "RankBlocks",
+    "Repeats",
+    "Ring",
+    "StageBlocks",
+    "StageTimes",
+    "StateRules",
+    "Tier",
+    "Traffic",
+    "activation_memory",
+    "arriving_copies",
+    "balanced_boundaries",
+    "builtin_clusters",
+    "center_copies",
+    "choose_recomputed",
+    "find_cluster",
+    "gathered_blocks",
+    "gathered_memory",
+    "gpt_matmuls",
+    "held_blocks",
+    "injection_limit",
+    "layer_times",
+    "link_between",
+    "message_memory",
+    "moved_to_tier",
+    "num_near_root",
+    "read_cluster",
+    "ring_sent",
+    "rings_along",
+    "segments",
+    "server_copies",
+    "stage_times",
+    "stage_times_from_file",
+    "state_entries",
+    "state_memory",
+    "tensor_traffic",
+    "with_norm",
+    "written",
+]

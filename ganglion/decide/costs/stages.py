@@ -1,0 +1,286 @@
+"""Stages: where to cut the blocks, and how long each stage of a plan then takes on a cluster.
+
+Times are those of one rank. `microbatch_size` is that of one (data, z) coordinate, so only x and y
+share the work of a microbatch, while z shares the stored weights, too. The collectives inside a
+layer that x, y and z need are not in these times: see `layer_times`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from ganglion.decide.costs.cluster import Cluster, Compute, PerStage
+from ganglion.decide.costs.network import all_reduce_s, link_between, rings_along, transfer_s
+from ganglion.decide.costs.segments import segments
+from ganglion.decide.costs.times import StageTimes
+from ganglion.decide.plan import FP32, Plan
+from ganglion.decide.shapes import FLOAT, HALF, BlockCost
+from ganglion.decide.topology import Mesh
+from ganglion.errors import ConfigError, LayoutError
+
+# AdamW reads weight, gradient and two moments and writes all but the gradient, in fp32.
+UPDATE_BYTES_PER_PARAMETER = 7 * 4
+
+
+def balanced_boundaries(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return the first block of each stage but the first, such that the dearest stage is cheapest.
+
+    Among all such cuts it takes those with the least sum of squares, the most even; no stage is
+    empty.
+    """
+    if not 1 <= num_stages <= len(costs):
+        raise LayoutError(
+            f"parallel.pipe = {num_stages} stages cannot be cut from {len(costs)} blocks: use 1 "
+            f"to {len(costs)} stages"
+        )
+    sums = [0.0, *accumulate(costs)]
+    return _most_even(sums, num_stages, _least_maximum(sums, num_stages))
+
+
+def stage_times(
+    blocks: Sequence[BlockCost],
+    plan: Plan,
+    cluster: Cluster,
+    held: Sequence[Sequence[int]] | None = None,
+) -> list[StageTimes]:
+    """Return the times of every pipe coordinate of a plan, from flop, bytes and speeds.
+
+    `held` has the stages of each, for plans that cut the blocks into several a rank; its times are
+    those of all of them together.
+    """
+    if cluster.compute is None:
+        raise ConfigError(
+            f"{cluster.source}: cluster.compute is missing, so times cannot be computed from the "
+            f"model: write [compute] with the speed of a rank"
+        )
+    stages = _cut(_with_reruns(blocks, plan), _edges(blocks, plan), plan, held)
+    times = [_compute_times(stage, plan, cluster.compute) for stage in stages]
+    return _with_network(times, plan, cluster)
+
+
+def stage_times_from_file(
+    cluster: Cluster, num_stages: int, plan: Plan | None = None
+) -> list[StageTimes]:
+    """Return the times that [stages] of a cluster file gives, with those of its links.
+
+    Without a plan there is one rank a stage. `reduce_s` left out comes from `gradient_bytes`.
+    """
+    table = cluster.stages
+    if table is None:
+        raise ConfigError(f"{cluster.source}: cluster.stages is missing: write [stages] with times")
+    plan = plan or Plan(pipe=num_stages)
+    assert plan.pipe == num_stages, "a plan has as many stages as pipe coordinates"
+    jitter = table.jitter
+    if jitter is None:
+        jitter = cluster.compute.jitter if cluster.compute else 0.0
+    columns = {
+        "forward_s": table.forward_s,
+        "backward_s": table.backward_s,
+        "weight_s": table.backward_weight_s,
+        "reduce_s": table.reduce_s or 0.0,
+        "update_s": table.update_s,
+        "message_bytes": table.message_bytes,
+        "gradient_bytes": table.gradient_bytes,
+        "jitter": jitter,
+    }
+    spread = {name: _spread(name, value, num_stages, cluster) for name, value in columns.items()}
+    times = [_row(spread, stage) for stage in range(num_stages)]
+    return _with_network(times, plan, cluster, keep_reduce=table.reduce_s is not None)
+
+
+def _least_maximum(sums: Sequence[float], num_stages: int) -> float:
+    """Return the least cost that the dearest of `num_stages` runs of blocks can have."""
+    ends = range(len(sums))
+    runs = sorted({sums[end] - sums[start] for end in ends for start in range(end)})
+    low = bisect_left(runs, True, key=lambda most: _stages_needed(sums, most) <= num_stages)
+    return runs[low]
+
+
+def _stages_needed(sums: Sequence[float], most: float) -> int:
+    """Return how few stages of at most `most` hold all blocks; more than exist if none do."""
+    start, count = 0, 0
+    while start < len(sums) - 1:
+        end = start
+        while end + 1 < len(sums) and sums[end + 1] - sums[start] <= most:
+            end += 1
+        if end == start:
+            return len(sums)
+        start, count = end, count + 1
+    return count
+
+
+def _most_even(sums: Sequence[float], num_stages: int, most: float) -> tuple[int, ...]:
+    """Return the cuts with the least sum of squares among stages of at most `most`."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for _ in range(num_stages):
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start, (squares, cuts) in best.items():
+            for end in range(start + 1, len(sums)):
+                cost = sums[end] - sums[start]
+                if cost > most:
+                    break
+                found = (squares + cost * cost, (*cuts, end))
+                if end not in longer or found < longer[end]:
+                    longer[end] = found
+        best = longer
+    return best[len(sums) - 1][1][:-1]
+
+
+def _cut(
+    blocks: Sequence[BlockCost],
+    edges: Sequence[int],
+    plan: Plan,
+    held: Sequence[Sequence[int]] | None,
+) -> list[list[BlockCost]]:
+    """Return the blocks of every coordinate, weights that one would hold twice counted once."""
+    stages = [list(blocks[a:b]) for a, b in pairwise(edges)]
+    if held is not None and len(stages) > plan.pipe:
+        # The first stage of a rank comes last: its output is what travels.
+        stages = [[block for s in reversed(mine) for block in stages[s]] for mine in held]
+    stages[0] = [_without_tied(block) for block in stages[0]]
+    return stages
+
+
+def held_blocks(
+    blocks: Sequence[BlockCost], plan: Plan, held: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Return the numbers of the blocks of every pipe coordinate, which holds stages `held`."""
+    stages = [range(a, b) for a, b in pairwise(_edges(blocks, plan))]
+    if len(stages) == plan.pipe:
+        return [[*stage] for stage in stages]
+    return [[number for stage in mine for number in stages[stage]] for mine in held]
+
+
+def _edges(blocks: Sequence[BlockCost], plan: Plan) -> list[int]:
+    cuts = plan.stage_boundaries
+    if not cuts:
+        cuts = balanced_boundaries([block.total_flops for block in blocks], plan.pipe)
+    if cuts and cuts[-1] >= len(blocks):
+        raise LayoutError(
+            f"parallel.stage_boundaries = {list(cuts)} cuts after the last of {len(blocks)} "
+            f"blocks: the last cut must be below {len(blocks)}"
+        )
+    return [0, *cuts, len(blocks)]
+
+
+def _without_tied(block: BlockCost) -> BlockCost:
+    return replace(
+        block, num_parameters=block.num_parameters - block.tied_parameters, tied_parameters=0
+    )
+
+
+def message_element_bytes(plan: Plan) -> int:
+    """Return the bytes of an element of what passes between blocks."""
+    return FLOAT if plan.computes_in == FP32 else HALF
+
+
+def weight_element_bytes(plan: Plan) -> int:
+    """Return the bytes of an element of a weight, and of its gradient, as they are stored."""
+    return HALF if plan.has_masters else FLOAT
+
+
+def _compute_times(stage: Sequence[BlockCost], plan: Plan, compute: Compute) -> StageTimes:
+    flops = compute.flops(plan.computes_in) * plan.x * plan.y
+    forward_s = sum(block.forward_flops for block in stage) / flops
+    input_s = sum(block.input_flops for block in stage) / flops
+    num_parameters = sum(block.num_parameters for block in stage) / (plan.x * plan.y * plan.z)
+    # A block has two layers and the second swaps x and y back: its output is split over y.
+    num_sent = stage[-1].output_elements / plan.y
+    return StageTimes(
+        forward_s=forward_s,
+        backward_s=input_s,
+        weight_s=sum(block.weight_flops for block in stage) / flops,
+        update_s=num_parameters * UPDATE_BYTES_PER_PARAMETER / compute.memory_bytes_per_s,
+        jitter=compute.jitter,
+        message_bytes=round(num_sent * message_element_bytes(plan)),
+        gradient_bytes=round(num_parameters * weight_element_bytes(plan)),
+    )
+
+
+def _with_reruns(blocks: Sequence[BlockCost], plan: Plan) -> list[BlockCost]:
+    """Add the forward of blocks that are computed again to their backward."""
+    if plan.recompute == "budget":
+        raise ConfigError(
+            'memory.recompute = "budget" does not say yet what is computed again: use the plan of '
+            'a run, or "full", "sqrt" or "blocks"'
+        )
+    again = {n for span in segments(plan, range(len(blocks)), len(blocks)) for n in span}
+    return [
+        replace(block, input_flops=block.input_flops + block.forward_flops * (number in again))
+        for number, block in enumerate(blocks)
+    ]
+
+
+def _with_network(
+    times: Sequence[StageTimes], plan: Plan, cluster: Cluster, *, keep_reduce: bool = False
+) -> list[StageTimes]:
+    """Complete the stages with the time of their messages and of their reduction."""
+    mesh = plan.mesh()
+    sizes = [one.message_bytes for one in times[:-1]]
+    hops = _hop_times(sizes, mesh, cluster)
+    reductions = _reduce_times([one.gradient_bytes for one in times], mesh, cluster)
+    return [
+        replace(one, latency_s=hop_s, reduce_s=one.reduce_s if keep_reduce else reduce_s)
+        for one, hop_s, reduce_s in zip(times, hops, reductions, strict=True)
+    ]
+
+
+def _hop_times(sizes: Sequence[float], mesh: Mesh, cluster: Cluster) -> list[float]:
+    """Return how long a message to the next stage is under way, and a gradient back from it.
+
+    The last stage only sends gradients: it gets the time of the hop before it. All
+    ranks of a node whose messages leave it send at the same time.
+    """
+    pairs = [pair for group in mesh.groups(("pipe",)) for pair in pairwise(group)]
+    leaving = Counter(
+        cluster.node_of(a) for a, b in pairs if cluster.node_of(a) != cluster.node_of(b)
+    )
+    hops = [0.0] * mesh.pipe
+    for sender, receiver in pairs:
+        stage = mesh.coordinates(sender).pipe
+        link = link_between(cluster, sender, receiver)
+        crosses = cluster.node_of(sender) != cluster.node_of(receiver)
+        num_senders = leaving[cluster.node_of(sender)] if crosses else 1
+        hops[stage] = max(hops[stage], transfer_s(sizes[stage], link, num_senders))
+    hops[-1] = hops[-2] if mesh.pipe > 1 else 0.0
+    return hops
+
+
+def _reduce_times(sizes: Sequence[float], mesh: Mesh, cluster: Cluster) -> list[float]:
+    """Return how long the replicas of each stage take to add up their gradients."""
+    reductions = [0.0] * mesh.pipe
+    for group, ring in rings_along(mesh, ("data",), cluster).items():
+        stage = mesh.coordinates(group[0]).pipe
+        reductions[stage] = max(reductions[stage], all_reduce_s(sizes[stage], ring))
+    return reductions
+
+
+def _spread(name: str, value: PerStage, num_stages: int, cluster: Cluster) -> list[float]:
+    """Return one number for each stage."""
+    if not isinstance(value, tuple):
+        return [value] * num_stages
+    if len(value) != num_stages:
+        key = {"weight_s": "backward_weight_s"}.get(name, name)
+        raise LayoutError(
+            f"{cluster.source}: cluster.stages.{key} has {len(value)} numbers, but there are "
+            f"{num_stages} stages: write one for each, or a single number for all"
+        )
+    return list(value)
+
+
+def _row(columns: dict[str, list[float]], stage: int) -> StageTimes:
+    values = {name: column[stage] for name, column in columns.items()}
+    return StageTimes(
+        forward_s=values["forward_s"],
+        backward_s=values["backward_s"],
+        weight_s=values["weight_s"],
+        reduce_s=values["reduce_s"],
+        update_s=values["update_s"],
+        jitter=values["jitter"],
+        message_bytes=round(values["message_bytes"]),
+        gradient_bytes=round(values["gradient_bytes"]),
+    )

@@ -1,0 +1,132 @@
+"""The end of a training: what ranks held, beside what the memory model foretold.
+
+Tensors are counted by category. The peak is that of the process above what it had before the model
+was made, so it has more in it than tensors: see docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ganglion.decide.config import MEMORY_FILE, RunFile
+from ganglion.decide.costs import CATEGORIES, Memory
+from ganglion.decide.plan import Plan
+from ganglion.decide.predict.memory import MemoryOptions, predicted_memory
+from ganglion.decide.shapes import ModelShape
+from ganglion.units import MIB
+
+# The rest of a peak is known as a sum only.
+_NOT_COUNTED = ("communication", "scratch")
+_SAVED = ("activations", "recomputed")
+_FORETOLD = (*CATEGORIES, "lower_tier")
+_HEADINGS = {"gradients": "grads", "activations": "live", "recomputed": "again"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank by category, and in all; nothing is predicted for models of one's own."""
+
+    measured: dict[str, int]
+    measured_peak: int
+    predicted: dict[str, int] | None = None
+    predicted_peak: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRecord:
+    """What `memory.json` holds; `keeps_freed`: host memory that was freed is in the peaks too."""
+
+    device: str
+    keeps_freed: bool
+    ranks: list[RankMemory]
+
+
+def write_memory(
+    folder: Path,
+    measured: Sequence[tuple[Memory, int]],
+    *,
+    file: RunFile,
+    plan: Plan,
+    shape: ModelShape | None,
+    device: str,
+) -> None:
+    """Write what ranks held, with its prediction where there is one."""
+    ranks = [
+        RankMemory(
+            measured=_by_category(held, counted_categories(plan)),
+            measured_peak=peak,
+            predicted=None if foretold is None else _by_category(foretold, _FORETOLD),
+            predicted_peak=None if foretold is None else foretold.total,
+        )
+        for (held, peak), foretold in zip(measured, _predicted(file, plan, shape), strict=True)
+    ]
+    keeps = file.memory.device_gib == 0 and plan.offload == "none" and device == "cpu"
+    record = MemoryRecord(device=device, keeps_freed=keeps, ranks=ranks)
+    (folder / MEMORY_FILE).write_text(json.dumps(asdict(record), indent=2) + "\n", "utf-8")
+
+
+def print_memory(folder: Path, console: Console) -> None:
+    """Print the rank that needed most, measured and predicted; nothing if nobody measured."""
+    path = folder / MEMORY_FILE
+    if not path.exists():
+        return
+    record = json.loads(path.read_text(encoding="utf-8"))
+    peaks = [rank["measured_peak"] for rank in record["ranks"]]
+    worst = peaks.index(max(peaks))
+    console.print(_table(worst, RankMemory(**record["ranks"][worst])))
+    if record["keeps_freed"]:
+        console.print(
+            "the peak holds freed memory too, which the process keeps for the next microbatch",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def counted_categories(plan: Plan) -> list[str]:
+    """Return what is counted by looking at tensors.
+
+    Autograd tells one listener what it saves: blocks that are widened, or whose activations go
+    elsewhere, listen themselves.
+    """
+    is_heard = not plan.compute_fp32 and plan.offload_activations == "none"
+    unknown = (*_NOT_COUNTED, *(() if is_heard else _SAVED))
+    return [name for name in CATEGORIES if name not in unknown]
+
+
+def _predicted(file: RunFile, plan: Plan, shape: ModelShape | None) -> Sequence[Memory | None]:
+    """Return what each rank was to hold; servers are none of them."""
+    mesh = plan.mesh()
+    if shape is None:
+        return [None] * mesh.num_ranks
+    options, places = MemoryOptions.of(file), map(mesh.coordinates, range(mesh.num_ranks))
+    by_worker = [predicted_memory(shape, plan, options, worker) for worker in range(plan.data)]
+    return [by_worker[at.data][at.pipe] for at in places]
+
+
+def _by_category(memory: Memory, names: Sequence[str]) -> dict[str, int]:
+    return {name: getattr(memory, name) for name in names}
+
+
+def _table(number: int, rank: RankMemory) -> Table:
+    """Return the categories that are there, what is none of them, and the peak, in MiB."""
+    predicted = rank.predicted or {}
+    names = [name for name, held in rank.measured.items() if held or predicted.get(name)]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(f"memory of rank {number}")
+    for name in [*(_HEADINGS.get(n, n) for n in names), "other", "peak MiB"]:
+        table.add_column(name, justify="right")
+    if rank.predicted is not None and rank.predicted_peak is not None:
+        table.add_row("predicted", *_cells(rank.predicted, rank.predicted_peak, names))
+    table.add_row("measured", *_cells(rank.measured, rank.measured_peak, names))
+    return table
+
+
+def _cells(held: dict[str, int], peak: int, names: Sequence[str]) -> list[str]:
+    known = [held[name] for name in names]
+    return [f"{size / MIB:.1f}" for size in [*known, peak - sum(known), peak]]

@@ -1,0 +1,321 @@
+"""What each rank of a plan will hold: the costs of a model's blocks, as its schedule asks for them.
+
+    plan -> schedule -> stages of a rank, microbatches alive, weight versions
+    shape -> blocks -> parameters, activations                                 -> bytes by category
+
+All ranks of a pipe coordinate hold the same: x, y and z cut equal pieces, data holds copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+
+from ganglion.decide.config import RunFile
+from ganglion.decide.costs import (
+    MIXED,
+    Memory,
+    RankBlocks,
+    StageBlocks,
+    StateRules,
+    activation_memory,
+    arriving_copies,
+    balanced_boundaries,
+    center_copies,
+    gathered_blocks,
+    gathered_memory,
+    message_memory,
+    moved_to_tier,
+    segments,
+    server_copies,
+    state_entries,
+    state_memory,
+    with_norm,
+)
+from ganglion.decide.plan import Plan
+from ganglion.decide.schedules.buckets import NUM_SLOTS, cut_update, kept_within
+from ganglion.decide.schedules.pipeline import Holding, planned_holding, planned_schedule
+from ganglion.decide.shapes import (
+    BlockActivations,
+    BlockCost,
+    ConvShape,
+    GPTShape,
+    Layout,
+    MLPShape,
+    ModelShape,
+    Parameter,
+    conv_activations,
+    conv_blocks,
+    conv_parameters,
+    gpt_activations,
+    gpt_blocks,
+    gpt_parameters,
+    mlp_activations,
+    mlp_blocks,
+    mlp_parameters,
+)
+from ganglion.units import MIB
+
+_NUMBER, _FLOAT = 8, 4  # bytes of a token id or class, and of a pixel
+_PAGE_BYTES = 4096  # by which the room of a bucket is larger, to begin on a page
+_NORM_PART = 2**20  # elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """What a plan does not say: how parameters are kept, gathered and reduced."""
+
+    rules: StateRules = field(default_factory=StateRules)
+    keep_gathered: bool = False
+    keep_bytes: int = 0
+    overlap: bool = True
+    bucket_mib: float = 25.0
+    bucket_size: int = 2**22
+
+    @classmethod
+    def of(cls, run: RunFile) -> MemoryOptions:
+        """Return what a run file says."""
+        rules = StateRules(
+            optimizer=run.optimizer.name,
+            has_momentum=run.optimizer.momentum > 0,
+            error_feedback=run.optimizer.error_feedback,
+        )
+        return cls(
+            rules=rules,
+            keep_gathered=run.parallel.keep_gathered,
+            keep_bytes=int(run.parallel.keep_gathered_mib * MIB),
+            overlap=run.parallel.overlap,
+            bucket_mib=run.parallel.bucket_mib,
+            bucket_size=run.memory.bucket_size,
+        )
+
+
+def predicted_memory(
+    shape: ModelShape, plan: Plan, options: MemoryOptions, worker: int = 0
+) -> list[Memory]:
+    """Return what a rank of each pipe coordinate holds at its worst.
+
+    Stages that a plan does not cut are balanced by flop; a run that measures may cut elsewhere.
+    Under elastic averaging, it is that of a `worker`; none holds more than the first.
+    """
+    model = _Model(shape, plan)
+    return [model.rank_memory(rank, options, worker) for rank in range(plan.pipe)]
+
+
+def server_memory(shape: ModelShape, plan: Plan, options: MemoryOptions) -> Memory:
+    """Return what one server process of a plan holds: its part of every rank's centre."""
+    ranks = predicted_memory(shape, plan, options)
+    held = sum(rank.weights for rank in ranks) * plan.x * plan.y * plan.z
+    part = -(-held // plan.servers)
+    return Memory(center=server_copies(plan) * part, communication=plan.data * part)
+
+
+def planned_boundaries(shape: ModelShape, plan: Plan) -> tuple[int, ...]:
+    """Return the first block of each stage but the first: the plan's own, or balanced by flop."""
+    return tuple(start for start, _ in _Model(shape, plan)._edges[1:])
+
+
+class _Model:
+    """The blocks of a model under a plan, cut into stages."""
+
+    def __init__(self, shape: ModelShape, plan: Plan) -> None:
+        self._shape = shape
+        self._plan = plan
+        self._mesh = plan.mesh()
+        costs, self._parameters, self._activations = _block_records(shape, plan)
+        self._holdings = [planned_holding(plan, rank) for rank in range(plan.pipe)]
+        num_stages = self._holdings[0].num_stages
+        cuts = plan.stage_boundaries if num_stages > 1 else ()
+        if not cuts:
+            cuts = balanced_boundaries([block.total_flops for block in costs], num_stages)
+        self._edges = list(pairwise([0, *cuts, len(costs)]))
+
+    def rank_memory(self, rank: int, options: MemoryOptions, worker: int) -> Memory:
+        holding = self._holdings[rank]
+        rules = replace(
+            options.rules,
+            num_versions=holding.num_versions,
+            formats=MIXED if self._plan.has_masters else options.rules.formats,
+        )
+        parameters = list(self._held_parameters(holding))
+        gathered = gathered_memory(
+            parameters,
+            self._mesh,
+            keep_gathered=options.keep_gathered or self._kept(parameters, options),
+            overlap=options.overlap,
+            precision=self._plan.precision,
+        )
+        state = state_memory(parameters, self._mesh, rules)
+        if self._plan.offload != "none":
+            in_flight = sum(self._bucket_bytes(holding, stage, options) for stage in holding.stages)
+            state = moved_to_tier(state, parameters, self._mesh, rules, in_flight)
+        state = replace(
+            state,
+            center=center_copies(self._plan, worker) * state.weights,
+            communication=arriving_copies(self._plan, worker) * state.weights,
+        )
+        return state + gathered + self._working_memory(rank, parameters, options)
+
+    def _kept(self, parameters: Sequence[Parameter], options: MemoryOptions) -> list[bool]:
+        """Say which of the gathered weights the budget keeps, as the layers themselves decide."""
+        return kept_within(
+            gathered_blocks(parameters, self._mesh, self._plan.precision), options.keep_bytes
+        )
+
+    def _working_memory(
+        self, rank: int, parameters: Sequence[Parameter], options: MemoryOptions
+    ) -> Memory:
+        holding, plan = self._holdings[rank], self._plan
+        stages = [self._stage(stage, holding) for stage in holding.stages]
+        offloaded = plan.offload_activations != "none"
+        working = activation_memory(stages, holding.alive, offloaded=offloaded)
+        flushes = planned_schedule(plan, rank).flushes
+        if plan.pipe > 1 or not flushes or plan.x * plan.y * plan.z > 1:
+            bucket_size = self._largest_bucket(parameters, options.bucket_mib)
+            working = with_norm(working, bucket_size, flushes=flushes)
+        working = self._with_tied_gradient(self._with_widening(working), holding)
+        num_batches = 1 if flushes else 2  # the next one enters before the last is done
+        samples = Memory(communication=num_batches * plan.share_size * _sample_bytes(self._shape))
+        return working + message_memory(stages) + samples
+
+    def _held_parameters(self, holding: Holding) -> Iterator[Parameter]:
+        """Yield the parameters of a rank."""
+        for stage in holding.stages:
+            yield from self._stage_parameters(holding, stage)
+
+    def _stage_parameters(self, holding: Holding, stage: int) -> Iterator[Parameter]:
+        """Yield those of a stage; one that two stages of a rank share belongs to the first."""
+        start, end = self._edges[stage]
+        for block in self._parameters[start:end]:
+            yield from (p for p in block if not (p.is_tied and 0 in holding.stages))
+
+    def _bucket_bytes(self, holding: Holding, stage: int, options: MemoryOptions) -> int:
+        """Return what the buckets of a stage's update take in flight: a room for each entry.
+
+        Three slots take turns; wide gradients have a room of their own.
+        """
+        parameters = list(self._stage_parameters(holding, stage))[::-1]
+        sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
+        entries = [state_entries(parameter, options.rules) for parameter in parameters]
+        is_muon = [options.rules.optimizer == "muon" and p.in_muon for p in parameters]
+        whole = [not muon for muon in is_muon]
+        buckets = cut_update(sizes, whole, [0] * len(sizes), options.bucket_size)
+        slots: dict[int, set[str]] = {}
+        for number, bucket in enumerate(buckets):
+            used = {entry for part in bucket.slices for entry in entries[part.member]}
+            slots.setdefault(number % NUM_SLOTS, set()).update(used)
+        num_rooms = sum(map(len, slots.values()))
+        if self._plan.has_masters:
+            num_rooms += len(slots) + 1
+        largest = max((bucket.num_elements for bucket in buckets), default=0)
+        return num_rooms * (largest * _FLOAT + _PAGE_BYTES)
+
+    def _stage(self, stage: int, holding: Holding) -> StageBlocks:
+        start, end = self._edges[stage]
+        spans = segments(self._plan, range(start, end), len(self._activations))
+        return StageBlocks(
+            blocks=self._activations[start:end],
+            segments=[range(span.start - start, span.stop - start) for span in spans],
+            is_first=stage == 0,
+            is_last=stage == holding.num_stages - 1,
+            num_waiting=self._num_waiting(stage, holding),
+        )
+
+    def _num_waiting(self, stage: int, holding: Holding) -> int:
+        """Return how many inputs can be here that have no part in what is alive."""
+        if stage == 0:
+            return 0
+        before = next(one for one in self._holdings if stage - 1 in one.stages)
+        return max(1, before.most_alive(stage - 1) - holding.most_alive(stage))
+
+    def _largest_bucket(self, parameters: Sequence[Parameter], bucket_mib: float) -> int:
+        """Return the elements of the largest bucket: full, or one parameter larger than that."""
+        sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
+        if self._plan.has_masters:
+            return min(sum(sizes), _NORM_PART)  # of gradients in half, part by part
+        return min(sum(sizes), max([int(bucket_mib * MIB) // _FLOAT, *sizes]))
+
+    def _with_tied_gradient(self, working: Memory, holding: Holding) -> Memory:
+        """Return the same with what a weight needs that two blocks of a stage use.
+
+        Autograd keeps its first gradient until it has the second, and sums them in a third place,
+        when all activations are gone. Along z such gradients are counted elsewhere.
+        """
+        tied = [p for p in self._parameters[-1] if p.is_tied]
+        if not tied or holding.num_stages > 1 or self._mesh.z > 1:
+            return working
+        table = sum(p.num_gathered(self._mesh) for p in tied)
+        table *= MIXED.gradient if self._plan.has_masters else _FLOAT
+        at_the_end = 3 * table - working.activations - working.recomputed
+        return replace(working, scratch=max(working.scratch + table, at_the_end))
+
+    def _with_widening(self, working: Memory) -> Memory:
+        """Return the same with room for the fp32 weights of a block, and one wide gradient."""
+        if not self._plan.compute_fp32:
+            return working
+        sizes = [[p.num_gathered(self._mesh) for p in block] for block in self._parameters]
+        widest = max(sum(block) + max(block) for block in sizes)
+        return replace(working, scratch=working.scratch + widest * _FLOAT)
+
+
+_Records = tuple[list[BlockCost], list[tuple[Parameter, ...]], list[BlockActivations]]
+
+
+def _block_records(shape: ModelShape, plan: Plan) -> _Records:
+    """Return cost, parameters and activations of every block."""
+    layout = Layout(
+        microbatch_size=plan.microbatch_size,
+        mesh=plan.mesh(),
+        precision="fp32" if plan.compute_fp32 else plan.precision,
+    )
+    sizes, size = asdict(shape), plan.microbatch_size
+    match shape:
+        case GPTShape():
+            blocks = gpt_blocks(**sizes, microbatch_size=size)
+            return blocks, gpt_parameters(**sizes), gpt_activations(layout, **sizes)
+        case MLPShape():
+            blocks = mlp_blocks(**sizes, microbatch_size=size)
+            return blocks, mlp_parameters(**sizes), mlp_activations(layout, **sizes)
+        case ConvShape():
+            blocks = conv_blocks(**sizes, microbatch_size=size)
+            return blocks, conv_parameters(**sizes), conv_activations(layout, **sizes)
+
+
+def _sample_bytes(shape: ModelShape) -> int:
+    """Return the bytes of one sample and its target."""
+    match shape:
+        case GPTShape():
+            return 2 * shape.seq_len * _NUMBER
+        case MLPShape():
+            return shape.num_inputs * _FLOAT + _NUMBER
+        case ConvShape():
+            return shape.num_channels * shape.image_size**2 * _FLOAT + _NUMBER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStages:
+    """What one pipe coordinate computes: its blocks, and the first block of each of its stages."""
+
+    blocks: RankBlocks
+    first_blocks: tuple[int, ...]
+
+
+def planned_stages(shape: ModelShape, plan: Plan) -> list[RankStages]:
+    """Return the stages of each pipe coordinate, with what their blocks keep and cost."""
+    model, costs = _Model(shape, plan), _block_records(shape, plan)[0]
+    return [
+        RankStages(
+            blocks=RankBlocks(
+                stages=[model._stage(stage, holding) for stage in holding.stages],
+                costs=[
+                    [block.forward_flops for block in costs[slice(*model._edges[stage])]]
+                    for stage in holding.stages
+                ],
+                alive=holding.alive,
+                offloaded=plan.offload_activations != "none",
+            ),
+            first_blocks=tuple(model._edges[stage][0] for stage in holding.stages),
+        )
+        for holding in model._holdings
+    ]

@@ -1,0 +1,74 @@
+"""Pipeline schedules: which action a rank does next, and the laws that hold for all of them."""
+
+from ganglion.decide.schedules.pipeline.action import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    REDUCE,
+    UPDATE,
+    WEIGHT,
+    Action,
+    Message,
+    Order,
+    action,
+)
+from ganglion.decide.schedules.pipeline.follow import Follower
+from ganglion.decide.schedules.pipeline.forward_only import ForwardOnly
+from ganglion.decide.schedules.pipeline.holding import Holding, planned_holding
+from ganglion.decide.schedules.pipeline.listed import ListedSchedule
+from ganglion.decide.schedules.pipeline.names import SCHEDULES, canonical_schedule
+from ganglion.decide.schedules.pipeline.planned import (
+    check_planned,
+    planned_options,
+    planned_schedule,
+    planned_stage_map,
+)
+from ganglion.decide.schedules.pipeline.registry import (
+    BUILT_IN,
+    Registry,
+    ScheduleOptions,
+    make_schedule,
+    stage_map_of,
+)
+from ganglion.decide.schedules.pipeline.rehearse import check_rehearsal, rehearse
+from ganglion.decide.schedules.pipeline.schedule import RankSchedule, Schedule, StageSchedule
+from ganglion.decide.schedules.pipeline.stage_map import StageMap
+from ganglion.decide.schedules.pipeline.validate import Step, peak_live, versions_kept
+
+__all__ = [
+    "BACKWARD",
+    "BUILT_IN",
+    "COMPUTE",
+    "FORWARD",
+    "REDUCE",
+    "SCHEDULES",
+    "UPDATE",
+    "WEIGHT",
+    "Action",
+    "Follower",
+    "ForwardOnly",
+    "Holding",
+    "ListedSchedule",
+    "Message",
+    "Order",
+    "RankSchedule",
+    "Registry",
+    "Schedule",
+    "ScheduleOptions",
+    "StageMap",
+    "StageSchedule",
+    "Step",
+    "action",
+    "canonical_schedule",
+    "check_planned",
+    "check_rehearsal",
+    "make_schedule",
+    "peak_live",
+    "planned_holding",
+    "planned_options",
+    "planned_schedule",
+    "planned_stage_map",
+    "rehearse",
+    "stage_map_of",
+    "versions_kept",
+]

@@ -1,0 +1,148 @@
+"""Schedules by name: from a word the user typed to the state machine of one rank.
+
+A registry never changes. `BUILT_IN` holds the schedules of this package; `register` returns a
+larger registry, which is handed to whoever shall know the new name:
+
+    mine = BUILT_IN.register("zigzag", Zigzag, aliases=("zz",))
+    run = ganglion.parallelize(blocks, loss_fn, optimizer_factory, plan, schedules=mine)
+
+Every registry also understands "package.module:Zigzag", which is imported: the way to name a
+schedule of one's own in a run file, a plan or a command.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+
+from ganglion.decide.schedules.pipeline.flush import GPipe, OneFOneB
+from ganglion.decide.schedules.pipeline.interleaved import Interleaved
+from ganglion.decide.schedules.pipeline.message_driven import MessageDriven, TwoBW
+from ganglion.decide.schedules.pipeline.names import SCHEDULES, canonical_schedule, is_reference
+from ganglion.decide.schedules.pipeline.schedule import RankSchedule
+from ganglion.decide.schedules.pipeline.stage_map import StageMap
+from ganglion.decide.schedules.pipeline.stash import Stash
+from ganglion.decide.schedules.pipeline.zero_bubble import ZeroBubble, ZeroBubbleV
+from ganglion.errors import ConfigError
+from ganglion.reference import load_function
+
+# A class, or a function: called with (rank, num_ranks) and those options that it names itself.
+Make = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOptions:
+    """What some schedules can be told; a setting that a schedule does not know is refused."""
+
+    limit: int | None = None
+    extra: int | None = None
+    priority: str | None = None
+    chunks: int | None = None
+
+    def given(self) -> dict[str, int | str]:
+        """Return the options that were chosen, by name."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """Schedules by name; it never changes, `register` returns a larger one."""
+
+    makers: Mapping[str, Make]
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def register(self, name: str, make: Make, aliases: tuple[str, ...] = ()) -> Registry:
+        """Return a registry that knows one more schedule, made by `make(rank, num_ranks)`.
+
+        `make` gets those of the options limit, extra, chunks and priority that it has as
+        keyword-only parameters and that were chosen.
+        """
+        taken = {*self.makers, *(alias for known in self.aliases.values() for alias in known)}
+        for word in (name, *aliases):
+            if word in taken or not word.isidentifier() or word != word.lower():
+                why = "is taken" if word in taken else "is not a word of small letters"
+                raise ConfigError(f"schedule name {word!r} {why}: choose another")
+        return Registry({**self.makers, name: make}, {**self.aliases, name: aliases})
+
+    def canonical(self, name: str, key: str = "parallel.schedule") -> str:
+        """Return the one name of a schedule; `key` names the user's setting in the error."""
+        known = {one: self.aliases.get(one, ()) for one in self.makers}
+        return canonical_schedule(name, key, known)
+
+    def options_of(self, name: str, key: str = "parallel.schedule") -> tuple[str, ...]:
+        """Return the names of the options that a schedule takes."""
+        return _options_of(self._maker(name, key))
+
+    def make(
+        self,
+        name: str,
+        rank: int,
+        num_ranks: int,
+        options: ScheduleOptions | None = None,
+        key: str = "schedule",
+    ) -> RankSchedule:
+        """Return the schedule called `name` for one rank of a pipeline."""
+        make = self._maker(name, key)
+        chosen = (options or ScheduleOptions()).given()
+        unknown = [option for option in chosen if option not in _options_of(make)]
+        if unknown:
+            canonical = self.canonical(name, key)
+            raise ConfigError(f"{canonical} has no {unknown[0]}: leave out --{unknown[0]}")
+        setting = f"{key} = {name!r}"
+        _check_signature(make, chosen, setting)
+        made = make(rank, num_ranks, **chosen)
+        if not isinstance(made, RankSchedule):
+            raise ConfigError(
+                f"{setting} made a {type(made).__name__}, not a schedule: derive a class from "
+                f"ganglion.decide.schedules.pipeline.ListedSchedule, StageSchedule or RankSchedule"
+            )
+        return made
+
+    def _maker(self, name: str, key: str) -> Make:
+        if is_reference(name):
+            return load_function(name, key)
+        return self.makers[self.canonical(name, key)]
+
+
+def _options_of(make: Make) -> tuple[str, ...]:
+    parameters = inspect.signature(make).parameters
+    return tuple(one.name for one in fields(ScheduleOptions) if one.name in parameters)
+
+
+def _check_signature(make: Make, chosen: Mapping[str, object], setting: str) -> None:
+    signature = inspect.signature(make)
+    try:
+        signature.bind(0, 1, **chosen)
+    except TypeError as error:
+        raise ConfigError(
+            f"{setting} is called as (rank, num_ranks), but takes {signature}: {error}"
+        ) from error
+
+
+BUILT_IN = Registry(
+    {
+        "gpipe": GPipe,
+        "one_f_one_b": OneFOneB,
+        "interleaved": Interleaved,
+        "zero_bubble": ZeroBubble,
+        "zero_bubble_v": ZeroBubbleV,
+        "message_driven": MessageDriven,
+        "two_bw": TwoBW,
+        "stash": Stash,
+    },
+    SCHEDULES,
+)
+
+
+def make_schedule(
+    name: str, rank: int, num_ranks: int, options: ScheduleOptions | None = None
+) -> RankSchedule:
+    """Return the built-in or imported schedule called `name` for one rank of a pipeline."""
+    return BUILT_IN.make(name, rank, num_ranks, options)
+
+
+def stage_map_of(name: str, num_ranks: int, options: ScheduleOptions | None = None) -> StageMap:
+    """Return which stages each rank holds under the schedule called `name`."""
+    return make_schedule(name, 0, num_ranks, options).stage_map

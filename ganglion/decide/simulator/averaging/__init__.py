@@ -1,0 +1,10 @@
+"""Elastic averaging on a virtual clock: workers, servers and their exchanges."""
+
+from ganglion.decide.simulator.averaging.plan import (
+    AveragingFigures,
+    average_plan,
+    without_sums,
+    worker_disturbances,
+)
+
+__all__ = ["AveragingFigures", "average_plan", "without_sums", "worker_disturbances"]

@@ -1,0 +1,183 @@
+"""What a simulation found: rows of plain numbers, and views of them made on demand.
+
+The hot loop appends tuples only; steps, events and figures are made from them afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from ganglion.decide.schedules.pipeline import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    REDUCE,
+    UPDATE,
+    WEIGHT,
+    Action,
+    Message,
+    StageMap,
+    Step,
+    peak_live,
+    versions_kept,
+)
+from ganglion.trace import COMM, NONE, Event
+
+_KINDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    WEIGHT: "weight",
+    REDUCE: "reduce",
+    UPDATE: "update",
+}
+
+
+# An action that was run: action, start, end, version, and the place it ran at (the simulated ranks,
+# counted replica by replica).
+StepRow = tuple[Action, float, float, int, int]
+# A message: what was sent, its bytes, from which place to which, and when it was handed over, had
+# left and had arrived.
+MessageRow = tuple[Message, int, int, int, float, float, float]
+
+
+GlobalRank = Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What happened, in order of the ends.
+
+    `num_replicas` pipelines were simulated one by one; where all replicas are alike, one stands
+    for all of them.
+    """
+
+    stage_map: StageMap
+    batches: tuple[int, ...]
+    num_replicas: int
+    rows: list[StepRow]
+    messages: list[MessageRow]
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last action ended."""
+        return max(end_s for _, _, end_s, _, _ in self.rows)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks were simulated."""
+        return self.stage_map.num_ranks * self.num_replicas
+
+    def steps(self, replica: int = 0) -> list[Step]:
+        """Return the actions of one replica, in order of their ends."""
+        first = replica * self.stage_map.num_ranks
+        places = range(first, first + self.stage_map.num_ranks)
+        return [
+            Step(action, start_s, end_s, version)
+            for action, start_s, end_s, version, place in self.rows
+            if place in places
+        ]
+
+    def order(self, rank: int) -> list[Action]:
+        """Return the computations of a rank of the first replica in the order they were started."""
+        mine = [row for row in self.rows if row[4] == rank and row[0].lane == COMPUTE]
+        return [row[0] for row in sorted(mine, key=lambda row: row[1])]
+
+    def bubble(self) -> float:
+        """Return 1 - work / cost, where cost is the longest span of computation of any rank.
+
+        The definition of 2401.10241 (table 5): spans run from a rank's first start to its last
+        end, so the fill of the pipeline in front of a rank does not count.
+        """
+        first_s, last_s = [float("inf")] * self.num_ranks, [0.0] * self.num_ranks
+        work_s = [0.0] * self.num_ranks
+        for action, start_s, end_s, _, place in self.rows:
+            if action.lane == COMPUTE:
+                first_s[place] = min(first_s[place], start_s)
+                last_s[place] = max(last_s[place], end_s)
+                work_s[place] += end_s - start_s
+        cost_s = max(last - first for first, last in zip(first_s, last_s, strict=True))
+        return 1 - max(work_s) / cost_s if cost_s else 0.0
+
+    def num_versions(self) -> int:
+        """Return the most weight versions any stage kept at once."""
+        return max(versions_kept(self.steps()).values())
+
+    def peak_live(self) -> list[int]:
+        """Return the most live stages x microbatches each rank of the first replica ever had."""
+        return peak_live(self.stage_map, self.steps())
+
+    def events(self, global_rank: GlobalRank = lambda place: place) -> list[Event]:
+        """Return the trace a real run would have written, sorted by start."""
+        ranks = [global_rank(place) for place in range(self.num_ranks)]
+        steps = [step for step, size in enumerate(self.batches) for _ in range(size)]
+        events = [_step_event(row, ranks, steps) for row in self.rows]
+        for flow, row in enumerate(self.messages):
+            events += _message_events(flow, row, ranks, steps)
+        events.sort(key=_by_start)
+        return events
+
+
+_by_start = attrgetter("start_s", "end_s", "rank")
+
+
+def _step_event(row: StepRow, ranks: list[int], steps: list[int]) -> Event:
+    action, start_s, end_s, version, place = row
+    computes = action.lane == COMPUTE
+    return Event(
+        rank=ranks[place],
+        lane=action.lane,
+        kind=_KINDS[action.kind],
+        start_s=start_s,
+        end_s=end_s,
+        step=steps[action.index] if computes else action.index,
+        stage=action.stage,
+        microbatch=action.index if computes else NONE,
+        version=version,
+        axis="data" if action.kind == REDUCE else "",
+    )
+
+
+def _message_events(
+    flow: int, row: MessageRow, ranks: list[int], steps: list[int]
+) -> tuple[Event, Event]:
+    message, num_bytes, source, target, start_s, sent_s, arrival_s = row
+    kind, stage, microbatch, version = message
+    sender = stage - 1 if kind == FORWARD else stage + 1
+    sent, received = _MESSAGE_KINDS[kind]
+    what = (steps[microbatch], microbatch, version, num_bytes, flow)
+    return (
+        _message_event(ranks[source], sent, start_s, sent_s, sender, what),
+        _message_event(ranks[target], received, sent_s, arrival_s, stage, what),
+    )
+
+
+_MESSAGE_KINDS = {
+    FORWARD: ("send_forward", "receive_forward"),
+    BACKWARD: ("send_backward", "receive_backward"),
+}
+
+
+def _message_event(
+    rank: int,
+    kind: str,
+    start_s: float,
+    end_s: float,
+    stage: int,
+    what: tuple[int, int, int, int, int],
+) -> Event:
+    step, microbatch, version, num_bytes, flow = what
+    return Event(
+        rank=rank,
+        lane=COMM,
+        kind=kind,
+        start_s=start_s,
+        end_s=end_s,
+        step=step,
+        stage=stage,
+        microbatch=microbatch,
+        version=version,
+        bytes=num_bytes,
+        flow=flow,
+    )

@@ -1,0 +1,240 @@
+"""Split layers on a virtual clock: which of their collectives hide behind products.
+
+One rank's step, microbatch after microbatch, driven as `tensor/` does it: what is gathered when is
+decided by `schedules/gathers`, every axis is one wire, and whoever waits is exposed.
+
+    compute   | F0 |  F1  |  F2  |   B2    |   B1    |   B0    |
+    z         g0 g1~~ g2~~         ~g1 ~s2~~ ~g0 ~s1~~ ~~s0~~~      gathers, then sums of gradients
+                  ^ begun while the product before runs (OAG)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from ganglion.decide.costs import LayerTimes, StageTimes
+from ganglion.decide.schedules.buckets import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    GatherOrder,
+    Use,
+    kept_within,
+)
+
+BlockTimes = Sequence[LayerTimes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorOverlap:
+    """What may run while something else computes, and which weights stay gathered.
+
+    `late_sums`: gradients of kept weights are summed after the last backward, as pipelines do, and
+    not while it goes on.
+    """
+
+    all_reduce: bool = True
+    reduce_scatter: bool = True
+    all_gather: bool = True
+    keep_gathered: bool = False
+    keep_bytes: int = 0
+    late_sums: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStep:
+    """A step of one rank: mean times of a microbatch, and what the last sums take after them."""
+
+    forward_s: float
+    backward_s: float
+    tail_s: float
+    compute_s: float
+    total_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """What the step waits for collectives."""
+        return self.total_s - self.compute_s
+
+
+def tensor_step(
+    blocks: Sequence[BlockTimes],
+    num_microbatches: int,
+    overlap: TensorOverlap,
+    *,
+    recompute: bool = False,
+) -> TensorStep:
+    """Return a step of the layers of a rank, in steady state: the order of gathers is known."""
+    driver = _Driver(blocks, overlap, recompute)
+    driver.step(num_microbatches)
+    return driver.step(num_microbatches)
+
+
+def with_collectives(
+    times: StageTimes,
+    blocks: Sequence[BlockTimes],
+    num_microbatches: int,
+    overlap: TensorOverlap,
+    *,
+    recompute: bool = False,
+) -> StageTimes:
+    """Return the times of a stage with what its layers wait for; the last sums delay the update."""
+    step = tensor_step(blocks, num_microbatches, overlap, recompute=recompute)
+    return replace(
+        times,
+        forward_s=step.forward_s,
+        backward_s=max(0.0, step.backward_s - times.weight_s),
+        update_s=times.update_s + step.tail_s,
+        collective_s=max(0.0, step.exposed_s - step.tail_s) / num_microbatches,
+    )
+
+
+class _Driver:
+    """The state of one rank: its clock, its wires, and what is gathered or being summed."""
+
+    def __init__(
+        self, blocks: Sequence[BlockTimes], overlap: TensorOverlap, recompute: bool
+    ) -> None:
+        self._blocks = blocks
+        self._overlap = overlap
+        self._recompute = recompute
+        self._layers = {layer.weight: layer for block in reversed(blocks) for layer in block}
+        self._kept = _kept(self._layers, overlap)
+        self._order = GatherOrder()
+        self._now_s = self._compute_s = 0.0
+        self._free_s: dict[str, float] = {}  # of the wire of each axis
+        self._gathered: dict[int, float] = {}  # when the block of a weight is there
+        self._summed: dict[int, float] = {}  # when the gradient of a weight is
+
+    def step(self, num_microbatches: int) -> TensorStep:
+        start_s, self._compute_s = self._now_s, 0.0
+        forward_s = backward_s = 0.0
+        for number in range(num_microbatches):
+            begin_s = self._now_s
+            self._forward()
+            middle_s = self._now_s
+            self._backward(is_last=number == num_microbatches - 1)
+            forward_s += middle_s - begin_s
+            backward_s += self._now_s - middle_s
+        tail_s = self._finish()
+        return TensorStep(
+            forward_s=forward_s / num_microbatches,
+            backward_s=backward_s / num_microbatches,
+            tail_s=tail_s,
+            compute_s=self._compute_s,
+            total_s=self._now_s - start_s,
+        )
+
+    def _finish(self) -> float:
+        """Wait for the sums of all gradients; then the weights change."""
+        end_s = self._now_s
+        if self._overlap.late_sums:
+            for weight in sorted(self._kept):
+                self._begin_sum(self._layers[weight])
+        self._now_s = max([self._now_s, *self._summed.values()])
+        self._summed.clear()
+        self._order.on_change()
+        # What was begun in vain is waited for, before it is dropped.
+        self._now_s = max([self._now_s, *self._gathered.values()])
+        self._gathered.clear()
+        return self._now_s - end_s
+
+    # --- passes --------------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        for block in self._blocks:
+            for layer in block:
+                self._output(layer, FORWARD)
+
+    def _backward(self, *, is_last: bool) -> None:
+        for block in reversed(self._blocks):
+            if self._recompute:
+                for layer in block:
+                    self._output(layer, RECOMPUTE)
+            for layer in reversed(block):
+                self._gradients(layer, is_last=is_last)
+
+    def _output(self, layer: LayerTimes, phase: str) -> None:
+        self._compute(layer.before_s)
+        self._use(layer, phase)
+        self._compute(layer.product_s)
+        if layer.in_axis is not None:
+            self._wait(self._send(layer.in_axis, layer.output_s))
+
+    def _gradients(self, layer: LayerTimes, *, is_last: bool) -> None:
+        """Run the two products; the one whose sum takes longer to hide comes first."""
+        if not layer.of_data:
+            self._use(layer, BACKWARD)
+        if layer.out_axis is None or layer.of_data:
+            self._weight_gradient(layer, is_last=is_last)
+            self._compute(0.0 if layer.of_data else layer.product_s)
+        else:
+            self._compute(layer.product_s)
+            summed_s = self._send(layer.out_axis, layer.input_s)
+            if not self._overlap.all_reduce:
+                self._wait(summed_s)
+            self._weight_gradient(layer, is_last=is_last)
+            self._wait(summed_s)
+        self._compute(layer.after_s)
+
+    def _weight_gradient(self, layer: LayerTimes, *, is_last: bool) -> None:
+        self._compute(layer.product_s)
+        if not layer.scatter_s or not self._is_summed(layer, is_last):
+            return
+        self._wait(self._summed.get(layer.weight, 0.0))  # that of the microbatch before
+        self._begin_sum(layer)
+        if not self._overlap.reduce_scatter:
+            self._wait(self._summed[layer.weight])
+
+    def _is_summed(self, layer: LayerTimes, is_last: bool) -> bool:
+        """Say whether a gradient is summed now: of a kept weight once, after its last use."""
+        if layer.weight not in self._kept:
+            return True
+        return is_last and not self._overlap.late_sums and layer is self._layers[layer.weight]
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def _use(self, layer: LayerTimes, phase: str) -> None:
+        """Wait for the block of a weight, and begin to gather the one that is used next."""
+        if not layer.gather_s:
+            return
+        self._begin_gather(layer.weight)
+        self._wait(self._gathered[layer.weight])
+        if layer.weight not in self._kept:
+            del self._gathered[layer.weight]
+        following = self._order.on_use(Use(phase, layer.weight))
+        if following is not None and self._overlap.all_gather:
+            self._begin_gather(following)
+
+    def _begin_gather(self, weight: int) -> None:
+        if weight not in self._gathered:
+            self._gathered[weight] = self._send("z", self._layers[weight].gather_s)
+
+    def _begin_sum(self, layer: LayerTimes) -> None:
+        self._summed[layer.weight] = self._send("z", layer.scatter_s)
+
+    # --- the clock -----------------------------------------------------------------------------
+
+    def _compute(self, seconds: float) -> None:
+        self._now_s += seconds
+        self._compute_s += seconds
+
+    def _send(self, axis: str, seconds: float) -> float:
+        """Put a collective on the wire of an axis; return when it is through."""
+        self._free_s[axis] = max(self._now_s, self._free_s.get(axis, 0.0)) + seconds
+        return self._free_s[axis]
+
+    def _wait(self, until_s: float) -> None:
+        self._now_s = max(self._now_s, until_s)
+
+
+def _kept(layers: dict[int, LayerTimes], overlap: TensorOverlap) -> Collection[int]:
+    """Return the weights that stay gathered until they change."""
+    split = [number for number in sorted(layers) if layers[number].gather_s]
+    if overlap.keep_gathered:
+        return frozenset(split)
+    if not overlap.keep_bytes:
+        return frozenset()
+    fits = kept_within([layers[number].weight_bytes for number in split], overlap.keep_bytes)
+    return frozenset(number for number, fit in zip(split, fits, strict=True) if fit)

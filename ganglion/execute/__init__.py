@@ -1,0 +1,1 @@
+"""The half that executes: torch moves bytes and runs autograd, and decides nothing."""

@@ -1,0 +1,38 @@
+"""Elastic averaging: workers that train on their own and are drawn to a shared centre."""
+
+from ganglion.execute.averaging.average import ElasticAverage
+from ganglion.execute.averaging.choosing import (
+    ASYNC_SGD,
+    HOGWILD_SGD,
+    SERVED_MODES,
+    Wishes,
+    choose_method,
+)
+from ganglion.execute.averaging.methods import (
+    ExchangeMetrics,
+    Method,
+    Packed,
+    diloco,
+    elastic_step_,
+    local_sgd,
+    slow_momentum,
+)
+from ganglion.execute.averaging.workers import own_address, server_place
+
+__all__ = [
+    "ASYNC_SGD",
+    "HOGWILD_SGD",
+    "SERVED_MODES",
+    "ElasticAverage",
+    "ExchangeMetrics",
+    "Method",
+    "Packed",
+    "Wishes",
+    "choose_method",
+    "diloco",
+    "elastic_step_",
+    "local_sgd",
+    "own_address",
+    "server_place",
+    "slow_momentum",
+]

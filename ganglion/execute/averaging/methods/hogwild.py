@@ -1,0 +1,276 @@
+"""Methods without locks: workers of one host write the same centre whenever they like.
+
+    worker 0   reads c, adds e0 --.
+    worker 1   reads c, adds e1 ---> c, in shared memory
+    worker 2   reads c, adds e2 --'
+
+A word of an addition may be lost and a reader may see half of a write: that is the method
+(Hogwild), and how much was lost is measured. Nothing else is raced for: each worker has counters of
+its own. If all P workers read the same centre, their additions are one synchronous step; that
+bounds alpha.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ganglion.decide.schedules.exchanges import HOGWILD, STALENESS_PER_WORKER, ElasticRate
+from ganglion.errors import ConfigError, ProtocolError
+from ganglion.execute.averaging.methods.elastic import elastic_force
+from ganglion.execute.averaging.methods.method import ExchangeMetrics, State
+from ganglion.execute.averaging.methods.motion import Motion
+from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.methods.shared_center import SharedCenter
+
+__all__ = ["HogwildEasgd", "HogwildSgd", "SharedCenter"]
+
+
+class RacedCenter(Protocol):
+    """A centre that workers read and write without asking each other."""
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers have a counter."""
+
+    @property
+    def numel(self) -> int:
+        """How many weights it has."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+
+    @property
+    def version(self) -> int:
+        """How many additions were made, by all workers."""
+
+    def read(self, out: Tensor) -> None:
+        """Copy the weights, whoever may be writing them."""
+
+    def add(self, worker: int, delta: Tensor) -> None:
+        """Add without a lock, and count it."""
+
+    def lost_update(self) -> float:
+        """Estimate |sum of additions - change of the centre|."""
+
+    def restart(self, first: Tensor) -> None:
+        """Put the centre at `first`, while nobody writes it."""
+
+    def memory(self) -> Tensor | None:
+        """Return the memory that all share, if this process sees it as a tensor."""
+
+
+class _Hogwild:
+    """What both methods share: a place to start, counts, and the bound on staleness."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        center: RacedCenter,
+        worker: int,
+        *,
+        tau: int,
+        max_staleness: int | None,
+    ) -> None:
+        num_workers = center.num_workers
+        if not 0 <= worker < num_workers:
+            raise ConfigError(f"worker = {worker}: this centre has workers 0 to {num_workers - 1}")
+        if tau < 1:
+            raise ConfigError(f"tau = {tau}: give the steps between two exchanges, 1 or more")
+        if (packed.numel, packed.flat.dtype) != (center.numel, center.dtype):
+            raise ProtocolError(
+                f"worker {worker} has {packed.numel} weights of {packed.flat.dtype}, the centre "
+                f"{center.numel} of {center.dtype}: give all the same model"
+            )
+        self._packed, self._shared, self._worker, self._tau = packed, center, worker, tau
+        self._limit = STALENESS_PER_WORKER * num_workers if max_staleness is None else max_staleness
+        self._num_steps = self._num_exchanges = self._num_discarded = 0
+        self._staleness: Counter[int] = Counter()
+        self._force_norm = 0.0
+        self._motion = Motion()
+        self._seen = torch.empty(center.numel, dtype=center.dtype)
+        self._seen_version = 0
+        self._look()
+        self._start()
+
+    def begin_pass(self) -> None:
+        """Have nothing to start: the centre is in memory."""
+
+    def center(self) -> Tensor:
+        """Return the centre as it is now; others go on writing it, so this is a copy."""
+        now = torch.empty_like(self._seen)
+        self._shared.read(now)
+        return now
+
+    def flush(self) -> None:
+        """Have nothing in flight."""
+
+    def metrics(self) -> ExchangeMetrics:
+        """Return what was seen so far."""
+        size = float(torch.linalg.vector_norm(self._seen))
+        away = self._packed.gather().to("cpu") - self._seen
+        metrics = ExchangeMetrics(
+            num_workers=self._shared.num_workers,
+            concurrency=min(self._shared.num_workers, 1 + max(self._staleness, default=0)),
+            num_steps=self._num_steps,
+            num_exchanges=self._num_exchanges,
+            num_discarded=self._num_discarded,
+            sent_bytes=self._num_exchanges * self._seen.nbytes,
+            staleness=self._staleness.copy(),
+            consensus=float(torch.linalg.vector_norm(away)) / size if size else 0.0,
+            force=self._force_norm,
+            lost_update=self._shared.lost_update(),
+        )
+        return self._motion.seen(metrics, size)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the centre as it was seen last; what all share is counted with the first."""
+        shared = self._shared.memory() if self._worker == 0 else None
+        return [self._seen] if shared is None else [self._seen, shared]
+
+    def close(self) -> None:
+        """Leave: what this worker added stays."""
+
+    def _put_back(self, center: Tensor) -> None:
+        if self._worker == 0:
+            self._shared.restart(center)
+
+    def _look(self) -> None:
+        """Read the centre, without asking whether somebody writes it."""
+        self._seen_version = self._shared.version
+        self._shared.read(self._seen)
+
+    def _start(self) -> None:
+        self._packed.check()
+        self._packed.gather().copy_(self._seen)
+        self._packed.scatter()
+
+    def _is_fresh(self) -> bool:
+        """Say whether what was seen may still be written from; count how old it is."""
+        staleness = self._shared.version - self._seen_version
+        self._staleness[staleness] += 1
+        self._num_discarded += staleness > self._limit
+        return staleness <= self._limit
+
+    def _add(self, delta: Tensor) -> None:
+        self._force_norm = float(torch.linalg.vector_norm(delta))
+        self._shared.add(self._worker, delta)
+        self._motion.note(self._force_norm)
+        self._num_exchanges += 1
+
+
+class HogwildEasgd(_Hogwild):
+    """Elastic averaging: c += alpha * (w - c), w -= the same, when this worker's turn comes."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        center: RacedCenter,
+        rate: ElasticRate,
+        worker: int,
+        *,
+        tau: int = 1,
+        max_staleness: int | None = None,
+    ) -> None:
+        """Start at the centre; `max_staleness` is 4 per worker if not given."""
+        super().__init__(packed, center, worker, tau=tau, max_staleness=max_staleness)
+        self._rate = rate
+        self._force: Tensor | None = None
+        self._taken_at = -1
+
+    def before_step(self, lr: float) -> None:
+        """Move the centre by the force of these weights, and keep the force."""
+        if self._num_steps % self._tau == 0 and self._taken_at != self._num_steps:
+            self._exchange(lr)
+            self._motion.begin_step(self._packed)
+
+    def after_step(self, lr: float) -> None:
+        """Subtract the force, which belongs to the weights before the step."""
+        self._motion.end_step(self._packed)
+        self._subtract()
+        self._num_steps += 1
+
+    def sync_now(self, lr: float) -> None:
+        """Exchange now, in place of this step's own exchange if it has one."""
+        if self._force is None:
+            self._exchange(lr)
+        self._subtract()
+
+    def state_dict(self) -> State:
+        """Return the counts and the centre; a force that waits for its step is applied first."""
+        self._subtract()
+        return {"center": self.center(), "step": self._num_steps, "taken_at": self._taken_at}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue at the same step; worker 0 also puts the centre back."""
+        self._force = None
+        self._num_steps, self._taken_at = int(state["step"]), int(state.get("taken_at", -1))
+        self._put_back(state["center"])
+
+    def _exchange(self, lr: float) -> None:
+        self._packed.check()
+        num_workers = self._shared.num_workers
+        alpha = self._rate.checked_alpha(lr, num_workers, self._tau, HOGWILD)
+        worker = self._packed.gather().to("cpu")
+        while True:
+            self._look()
+            self._force = elastic_force(worker, self._seen, alpha)
+            if self._is_fresh():
+                break  # else this worker slept since it read the centre
+        self._add(self._force)
+        self._taken_at = self._num_steps
+
+    def _subtract(self) -> None:
+        if self._force is not None:
+            self._packed.subtract(self._force)
+            self._force = None
+
+
+class HogwildSgd(_Hogwild):
+    """Async SGD without a lock: what the optimizer did is added, and the worker reads the centre.
+
+    An update made from weights that are too old is not added.
+    """
+
+    def __init__(
+        self,
+        packed: Packed,
+        center: RacedCenter,
+        worker: int,
+        *,
+        tau: int = 1,
+        max_staleness: int | None = None,
+    ) -> None:
+        """Start at the centre; tau steps make one update, `max_staleness` is 4 per worker."""
+        super().__init__(packed, center, worker, tau=tau, max_staleness=max_staleness)
+
+    def before_step(self, lr: float) -> None:
+        """Have nothing to do: the update is what the step will do."""
+
+    def after_step(self, lr: float) -> None:
+        """Add the update of the last tau steps, and go on from the centre."""
+        self._num_steps += 1
+        if self._num_steps % self._tau == 0:
+            self.sync_now(lr)
+
+    def sync_now(self, lr: float) -> None:
+        """Add what was done since the last exchange, and go on from the centre."""
+        if self._is_fresh():
+            self._add(self._packed.gather().to("cpu") - self._seen)
+        self._look()
+        self._start()
+
+    def state_dict(self) -> State:
+        """Return the counts, the centre, and where this worker started from."""
+        return {"center": self.center(), "step": self._num_steps, "base": self._seen.clone()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue at the same step; worker 0 also puts the centre back."""
+        self._num_steps = int(state["step"])
+        self._seen.copy_(state["base"] if "base" in state else state["center"])
+        self._seen_version = self._shared.version
+        self._put_back(state["center"])

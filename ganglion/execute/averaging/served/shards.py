@@ -1,0 +1,158 @@
+"""A served centre as one vector, though several servers may hold a part of it each.
+
+    flat    | shard 0 | shard 1 | ... | the last takes the rest |
+                |         |
+             server 0  server 1           each exchanges on its own and has its own versions
+
+A worker asks all shards at once and waits for all; the parts it gets may have different versions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ganglion.errors import ConfigError
+from ganglion.execute.averaging.served.center_link import Answer, CenterLink
+from ganglion.execute.averaging.served.connections import Store
+
+
+def shard_bounds(numel: int, num_shards: int) -> tuple[tuple[int, int], ...]:
+    """Cut a vector into equal parts (begin, end); the last one takes the remainder."""
+    if not 1 <= num_shards <= numel:
+        raise ConfigError(
+            f"num_shards = {num_shards}: give 1 to {numel}, the number of weights of the centre"
+        )
+    size = numel // num_shards
+    cuts = [*range(0, size * num_shards, size), numel]
+    return tuple(itertools.pairwise(cuts))
+
+
+class Part(NamedTuple):
+    """One shard as the worker sees it: its link, and its elements of the flat vector."""
+
+    link: CenterLink
+    begin: int
+    end: int
+
+
+class ShardedCenter:
+    """The worker's ends of all shards."""
+
+    def __init__(
+        self,
+        store: Store,
+        like: Tensor,
+        *,
+        run_id: str,
+        worker: int,
+        num_shards: int = 1,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Know where to call; the centre is a vector like `like`, kept on the host."""
+        self.numel = like.numel()
+        self.dtype = like.dtype
+        self.staleness: Counter[int] = Counter()
+        self.num_refused = self.max_queue = 0
+        self.wait_s = self.comm_s = self.apply_s = 0.0
+        self.num_members = self.max_members = 0  # now, and the most there ever were
+        self._asked_s: float | None = None
+        self.parts = tuple(
+            Part(self._link(store, run_id, worker, shard, end - begin, timeout_s), begin, end)
+            for shard, (begin, end) in enumerate(shard_bounds(self.numel, num_shards))
+        )
+
+    @property
+    def num_retries(self) -> int:
+        """How often a connection broke and was made again."""
+        return sum(max(0, part.link.num_calls - 1) for part in self.parts)
+
+    @property
+    def sent_bytes(self) -> int:
+        """How much this worker has sent."""
+        return sum(part.link.sent_bytes for part in self.parts)
+
+    def join(self) -> Tensor:
+        """Become a member of every shard; return the centre, where this worker starts."""
+        center = torch.cat([part.link.join() for part in self.parts])
+        self._count_members()
+        return center
+
+    def look(self) -> Tensor:
+        """Return the centre as it is now."""
+        return torch.cat([part.link.look() for part in self.parts])
+
+    def recall(self) -> tuple[Tensor, Tensor]:
+        """Return the centre as it is now, and its velocity."""
+        centers, velocities = zip(*(part.link.recall() for part in self.parts), strict=True)
+        return torch.cat(centers), torch.cat(velocities)
+
+    def restore(self, flat: Tensor, velocity: Tensor | None = None) -> None:
+        """Put the centre at `flat`, moving or at rest, while nobody exchanges."""
+        for part in self.parts:
+            moving = None if velocity is None else velocity[part.begin : part.end]
+            part.link.restore(flat[part.begin : part.end], moving)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the memory of messages to the shards."""
+        return [part.link.block.payload for part in self.parts]
+
+    def fill(self, flat: Tensor) -> None:
+        """Copy a vector into the messages that are asked next."""
+        for part in self.parts:
+            part.link.block.payload.copy_(flat[part.begin : part.end])
+
+    def ask(self, kind: str, *, step: int, rate: float = 0.0, with_payload: bool = True) -> None:
+        """Ask all shards the same at once."""
+        self._asked_s = time.perf_counter()
+        for part in self.parts:
+            part.link.ask(kind, step=step, rate=rate, with_payload=with_payload)
+
+    def answers(self, *, of_a_write: bool = True) -> Iterator[tuple[Part, Answer]]:
+        """Wait for the answer of each shard, one after the other."""
+        for part in self.parts:
+            yield part, self.answer_of(part, of_a_write=of_a_write)
+        if self._asked_s is not None:  # an answer that came early counts as taken: a bound
+            self.comm_s += time.perf_counter() - self._asked_s
+            self._asked_s = None
+
+    def answer_of(self, part: Part, *, of_a_write: bool = True) -> Answer:
+        """Wait for the answer of one shard; that to a write tells how stale it was."""
+        start_s = time.perf_counter()
+        answer = part.link.answer()
+        self.wait_s += time.perf_counter() - start_s
+        self.num_refused += answer.envelope.is_refused
+        if of_a_write:
+            self.staleness[answer.envelope.staleness] += 1
+        self.max_queue = max(self.max_queue, answer.envelope.queue)
+        self._count_members()
+        self.apply_s += answer.envelope.apply_s
+        return answer
+
+    def leave(self) -> None:
+        """Say goodbye to all shards."""
+        for part in self.parts:
+            part.link.leave()
+
+    def _count_members(self) -> None:
+        self.num_members = max(part.link.num_members for part in self.parts)
+        self.max_members = max(self.max_members, self.num_members)
+
+    def _link(
+        self, store: Store, run_id: str, worker: int, shard: int, numel: int, timeout_s: float
+    ) -> CenterLink:
+        return CenterLink(
+            store,
+            run_id=run_id,
+            worker=worker,
+            numel=numel,
+            dtype=self.dtype,
+            shard=shard,
+            timeout_s=timeout_s,
+        )

@@ -1,0 +1,135 @@
+"""Two levels: gradients are averaged inside a host, and hosts are drawn to a centre.
+
+The processes of a host are one worker: they hold the same weights and share a bigger batch. Only
+the first of them exchanges with other hosts; what that does to its weights it tells the others
+(You, Buluc, Demmel 2017, section 6.2, as the inner level of algorithm 4).
+
+    host 0   [ p0 == p1 == p2 == p3 ]   sum of gradients, every step
+               |
+    host 1   [ p4 == p5 == p6 == p7 ]   p0 and p4 exchange, every tau steps
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from ganglion.errors import ConfigError
+from ganglion.execute.averaging.building import sync_sgd
+from ganglion.execute.averaging.choosing import SERVED_MODES, Wishes, choose_method
+from ganglion.execute.averaging.methods import (
+    MEAN_OF,
+    ExchangeMetrics,
+    Method,
+    Packed,
+    State,
+    SyncSgd,
+)
+from ganglion.execute.averaging.workers import Workers
+from ganglion.execute.comm import Group
+
+
+class TwoLevel:
+    """Gradient averaging in the inner group, and a method of averaging between first members."""
+
+    def __init__(
+        self, packed: Packed, inside: Group, gradients: SyncSgd, between: Method | None, period: int
+    ) -> None:
+        """Join the levels; `between` is None but at the first member of each inner group.
+
+        Its exchanges happen before or after every `period`-th step.
+        """
+        assert (between is not None) == (inside.index == 0), "only first members exchange"
+        self._packed, self._inside, self._gradients = packed, inside, gradients
+        self._between, self._period = between, period
+        self._num_steps = 0
+        self._center = packed.gather().clone()
+
+    def begin_pass(self) -> None:
+        """Start the exchange between hosts, if this is the process that makes it."""
+        if self._between is not None:
+            self._between.begin_pass()
+
+    def before_step(self, lr: float) -> None:
+        """Average the gradients of the host, and end the exchange between hosts."""
+        self._gradients.before_step(lr)
+        if self._between is not None:
+            self._between.before_step(lr)
+
+    def after_step(self, lr: float) -> None:
+        """Give the whole host the weights that the exchange made."""
+        self._gradients.after_step(lr)
+        if self._between is not None:
+            self._between.after_step(lr)
+        self._num_steps += 1
+        if self._num_steps % self._period in (0, 1 % self._period):
+            self._share()
+
+    def sync_now(self, lr: float) -> None:
+        """Exchange between hosts now; all processes call it."""
+        if self._between is not None:
+            self._between.sync_now(lr)
+        self._share()
+
+    def center(self) -> Tensor:
+        """Return the centre, as it was when this host learned of it last."""
+        return self._center if self._between is None else self._between.center()
+
+    def flush(self) -> None:
+        """Finish what is in flight between hosts."""
+        if self._between is not None:
+            self._between.flush()
+        self._share()
+
+    def metrics(self) -> ExchangeMetrics:
+        """Return what the first process saw between hosts; others, what they saw inside."""
+        method: Method = self._gradients if self._between is None else self._between
+        return method.metrics()
+
+    def tensors(self) -> list[Tensor]:
+        """Return what both levels keep."""
+        between = [] if self._between is None else self._between.tensors()
+        return [self._center, *self._gradients.tensors(), *between]
+
+    def state_dict(self) -> State:
+        """Return the state of the exchange between hosts; others keep the centre only."""
+        if self._between is not None:
+            return self._between.state_dict()
+        return {"center": self._center.clone(), "step": self._num_steps, "version": 0}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from what state_dict returned."""
+        if self._between is not None:
+            self._between.load_state_dict(state)
+        self._center.copy_(state["center"])
+        self._num_steps = int(state["step"])
+
+    def close(self) -> None:
+        """Release what both levels hold."""
+        self._gradients.close()
+        if self._between is not None:
+            self._between.close()
+
+    def _share(self) -> None:
+        self._inside.broadcast(self._packed.gather(), 0).wait()
+        self._packed.scatter()
+        if self._between is not None:
+            self._center.copy_(self._between.center())
+        self._inside.broadcast(self._center, 0).wait()
+
+
+def two_level(wishes: Wishes, packed: Packed, workers: Workers, lr: float) -> TwoLevel:
+    """Return both levels for this process: gradients by `reduction` inside, `wishes` between."""
+    inside = workers.inside
+    if wishes.mode in SERVED_MODES:
+        raise ConfigError(
+            f'mode = "{wishes.mode}" has workers of one process, but inner = {inside.size}: give '
+            f'inner=1, or mode="sync"'
+        )
+    gradients = sync_sgd(packed, inside, wishes.reduction, wishes.max_elements(packed))
+    wishes = dataclasses.replace(wishes, reduction=MEAN_OF)  # which was meant for the inside
+    between = None if inside.index else choose_method(wishes, packed, workers.between, lr)
+    # With a delay or fragments, an exchange may end after any step.
+    is_simple = wishes.delay == 0 and wishes.fragments == 1
+    return TwoLevel(packed, inside, gradients, between, wishes.tau if is_simple else 1)

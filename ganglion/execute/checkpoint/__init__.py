@@ -1,0 +1,100 @@
+"""Saved state: tensors in safetensors shards, everything else in JSON, nothing in pickles.
+
+What moves tensors is loaded on first use: torch's checkpoint library takes a second to import, and
+who only looks for the newest checkpoint should not wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ganglion.execute.checkpoint.layout import (
+    checkpoint_name,
+    latest_checkpoint,
+    list_checkpoints,
+    prune,
+    remove_incomplete,
+    step_of,
+)
+from ganglion.execute.checkpoint.state import JSON, SavedState
+from ganglion.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from ganglion.execute.checkpoint.differences import Difference, Told, compare_folders, formula
+    from ganglion.execute.checkpoint.gathering import gather_whole
+    from ganglion.execute.checkpoint.optimizer import (
+        changed_settings,
+        check_state_shapes,
+        optimizer_pieces,
+        optimizer_record,
+        optimizer_scalars,
+        optimizer_settings,
+        optimizer_tensors,
+        prepare_optimizers,
+    )
+    from ganglion.execute.checkpoint.pieces import Piece, Places, Saveable
+    from ganglion.execute.checkpoint.reading import load, load_exported, read_specs, read_state
+    from ganglion.execute.checkpoint.storage import TensorSpec
+    from ganglion.execute.checkpoint.writing import Ranks, save
+
+__all__ = [
+    "JSON",
+    "Difference",
+    "Piece",
+    "Places",
+    "Ranks",
+    "Saveable",
+    "SavedState",
+    "TensorSpec",
+    "Told",
+    "changed_settings",
+    "check_state_shapes",
+    "checkpoint_name",
+    "compare_folders",
+    "formula",
+    "gather_whole",
+    "latest_checkpoint",
+    "list_checkpoints",
+    "load",
+    "load_exported",
+    "optimizer_pieces",
+    "optimizer_record",
+    "optimizer_scalars",
+    "optimizer_settings",
+    "optimizer_tensors",
+    "prepare_optimizers",
+    "prune",
+    "read_specs",
+    "read_state",
+    "remove_incomplete",
+    "save",
+    "step_of",
+]
+
+_HOME = {
+    "formula": "differences",
+    "compare_folders": "differences",
+    "Told": "differences",
+    "Difference": "differences",
+    "Piece": "pieces",
+    "Places": "pieces",
+    "Ranks": "writing",
+    "Saveable": "pieces",
+    "TensorSpec": "storage",
+    "changed_settings": "optimizer",
+    "check_state_shapes": "optimizer",
+    "gather_whole": "gathering",
+    "load": "reading",
+    "load_exported": "reading",
+    "optimizer_pieces": "optimizer",
+    "optimizer_record": "optimizer",
+    "optimizer_scalars": "optimizer",
+    "optimizer_settings": "optimizer",
+    "optimizer_tensors": "optimizer",
+    "prepare_optimizers": "optimizer",
+    "read_specs": "reading",
+    "read_state": "reading",
+    "save": "writing",
+}
+
+__getattr__ = lazy_names(__name__, _HOME)

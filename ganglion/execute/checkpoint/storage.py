@@ -1,0 +1,249 @@
+"""Shards on disk: the storage that torch.distributed.checkpoint plans for and we write and read.
+
+Each rank writes the pieces it was dealt to one safetensors file whose header tells where a piece
+begins in the whole tensor (the same keys as torch's Hugging Face storage, so that its tools read
+these files too) and how large the whole is. A file holds one piece of a name: a rank with several,
+as of fused layers, writes the second ones to a second file. There is no further metadata file.
+
+torch's own Hugging Face storage is not used: it refuses tied and non-contiguous tensors, builds
+the file a second time in memory, reads files nobody listed and has no place for our commit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ganglion.errors import CheckpointError
+from ganglion.execute.checkpoint.durable import FileRecord, explained, sync_folder
+from ganglion.execute.checkpoint.pieces import Saveable
+from ganglion.execute.checkpoint.tensor_file import DTYPES, write_tensors
+
+_PIECES = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+_WHOLE = "whole_shape"
+
+Begin = Callable[[], None]
+Commit = Callable[[Mapping[str, FileRecord]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a whole tensor, however it is cut."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, value: Saveable) -> TensorSpec:
+        """Return the spec of a tensor; a piece and a DTensor count as the whole they belong to."""
+        return cls(tuple(value.shape), value.dtype)
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's file; `begin` and `commit` run on the coordinator only.
+
+    Both run inside DCP's own steps, which carry an exception of any rank to all of them: a failure
+    anywhere ends the save everywhere, and nobody is left waiting.
+    """
+
+    def __init__(self, folder: Path, *, begin: Begin, commit: Commit) -> None:
+        """Write below `folder`; `commit` gets the record of every file by name."""
+        self._folder = folder
+        self._begin = begin
+        self._commit = commit
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make room for the files before any rank has a plan to write them."""
+        if is_coordinator:
+            self._begin()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank the name of its files."""
+        return [
+            dataclasses.replace(plan, storage_data=f"rank-{rank:05d}")
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the planned pieces; a rank that was dealt none writes no file."""
+        results: list[WriteResult] = []
+        for name, items in _dealt_to_files(plan).items():
+            results += self._write(self._folder / name, items, planner)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write(
+        self, path: Path, items: Sequence[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        tensors = {item.index.fqn: planner.resolve_data(item) for item in items}
+        with explained("write", path):
+            record = write_tensors(path, tensors, _header_notes(items))  # type: ignore[arg-type]
+        return [WriteResult(item.index, 0, (path.name, record)) for item in items]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Hand the records of all ranks' files to `commit`."""
+        records = dict(result.storage_data for written in results for result in written)
+        with explained("write", self._folder):
+            sync_folder(self._folder)
+        self._commit(records)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never offer this storage for an address: it is always built by hand."""
+        return False
+
+
+class ShardReader(StorageReader):
+    """Reads pieces of whole tensors from the given files, in whatever layout they were written."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Read the headers of `files`; raise CheckpointError where one cannot be read."""
+        self._where: dict[MetadataIndex, Path] = {}
+        tensors: dict[str, TensorStorageMetadata] = {}
+        for path in files:
+            with _readable(path), safe_open(path, framework="pt") as file:
+                self._note_pieces(path, file, tensors)
+        self._metadata = Metadata(tensors, storage_data=self._where)  # type: ignore[arg-type]
+        self.specs = {
+            name: TensorSpec(tuple(tensor.size), tensor.properties.dtype)
+            for name, tensor in tensors.items()
+        }
+
+    def _note_pieces(
+        self, path: Path, file: Any, tensors: dict[str, TensorStorageMetadata]
+    ) -> None:
+        notes = json.loads(file.metadata()[_PIECES])
+        for name in file.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+            piece = file.get_slice(name)
+            offsets = torch.Size(notes[name][_OFFSETS])
+            whole = TensorStorageMetadata(
+                properties=TensorProperties(dtype=DTYPES[piece.get_dtype()]),
+                size=torch.Size(notes[name][_WHOLE]),
+                chunks=[],
+            )
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.get_shape()))
+            tensors.setdefault(name, whole).chunks.append(chunk)
+            self._where[MetadataIndex(name, offsets)] = path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a reader serves one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the headers said."""
+        return self._metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: the headers are known already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy every planned region into its place in the tensors being loaded."""
+        by_file: dict[Path, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._where[item.storage_index], []).append(item)
+        for path, items in by_file.items():
+            with _readable(path), safe_open(path, framework="pt") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_region(file, item))
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never offer this storage for an address: it is always built by hand."""
+        return False
+
+
+def _dealt_to_files(plan: SavePlan) -> dict[str, list[WriteItem]]:
+    """Return the items of each file: the first pieces of all names, the second ones, and so on."""
+    seen: Counter[str] = Counter()
+    files: dict[str, list[WriteItem]] = {}
+    for item in plan.items:
+        nth = seen[item.index.fqn]
+        seen[item.index.fqn] += 1
+        name = f"{plan.storage_data}-{nth}" if nth else plan.storage_data
+        files.setdefault(f"{name}.safetensors", []).append(item)
+    return files
+
+
+def _header_notes(items: Sequence[WriteItem]) -> dict[str, str]:
+    pieces: dict[str, dict[str, list[int]]] = {}
+    for item in items:
+        assert item.tensor_data is not None, "the planner lets only tensors through"
+        pieces[item.index.fqn] = {
+            _OFFSETS: list(item.tensor_data.chunk.offsets),
+            _WHOLE: list(item.tensor_data.size),
+        }
+    return {"format": "pt", "DCP_VERSION": "1.0", _PIECES: json.dumps(pieces)}
+
+
+def _region(file: Any, item: ReadItem) -> Tensor:
+    """Return the wanted part of a stored piece; a scalar has no dims to slice."""
+    name = item.storage_index.fqn
+    if not item.lengths:
+        scalar: Tensor = file.get_tensor(name)
+        return scalar
+    spans = zip(item.storage_offsets, item.lengths, strict=True)
+    region: Tensor = file.get_slice(name)[tuple(slice(at, at + size) for at, size in spans)]
+    return region
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what a broken file raises into a CheckpointError: it must cross ranks as plain text."""
+    try:
+        with explained("read", path):
+            yield
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error!r}; use another checkpoint"
+        ) from error

@@ -1,0 +1,327 @@
+"""Messages over torch.distributed: Gloo between hosts, NCCL between GPUs.
+
+torch's requests cannot be polled: a Gloo receive never shows as complete before it is waited for,
+a wait that times out closes the connection, and a dropped send loses its message. So threads wait,
+without the GIL, and everything they learn, their own failure too, goes into one queue:
+
+    post    -> isend header, isend payload -> [thread: waits for both, then frees them]
+    receive <- queue <- [thread, one for each peer: header, payload, header, payload ...]
+
+Each direction of a pair has a process group of its own, so that no message waits for one that goes
+the other way. Headers go over the host's backend, payloads over that of the device they are on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ganglion.errors import CommError, ProtocolError
+from ganglion.execute.comm.message import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    MAX_FORM_BYTES,
+    Arrival,
+    Forms,
+    Numbers,
+    make_header,
+    plain_copy,
+    unsent_arrival,
+)
+from ganglion.execute.comm.torch.group import new_group
+from ganglion.execute.comm.transport import Transport, death, left, silence
+from ganglion.trace import Recorder
+
+_RECORD = struct.Struct("<Qqqqqq")  # bytes of the form, 0 for a goodbye; numbers of the message
+_RECORD_BYTES = _RECORD.size + MAX_FORM_BYTES
+_FOREVER = timedelta(days=365)  # silence is judged where somebody waits for a message
+_PARTING_S = 2.0
+
+
+class _Lost(NamedTuple):
+    source: int
+    reason: str | CommError
+
+
+class _Departed(NamedTuple):
+    source: int
+
+
+Inbox = queue.SimpleQueue[Arrival | _Lost | _Departed]
+
+
+class TorchTransport(Transport):
+    """Carries messages between pairs of ranks of torch's world."""
+
+    def __init__(
+        self,
+        rank: int,
+        pairs: Sequence[tuple[int, int]],
+        timeout_s: float,
+        trace: Recorder | None = None,
+    ) -> None:
+        """Connect the ranks of each pair; every rank of the world must call this with the same.
+
+        `timeout_s` is how long connecting may take.
+        """
+        known = {(min(pair), max(pair)) for pair in pairs}
+        super().__init__(rank, {r for pair in known if rank in pair for r in pair} - {rank}, trace)
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._senders: dict[int, _Sender] = {}
+        self._receivers: dict[int, _Receiver] = {}
+        for low, high in sorted(known):
+            for source, target in ((low, high), (high, low)):
+                group = new_group((low, high), rank, timeout_s)
+                if group is not None and rank == source:
+                    self._senders[target] = _Sender(rank, target, group.process_group)
+                elif group is not None:
+                    self._receivers[source] = _Receiver(source, group.process_group, self._inbox)
+        for source, receiver in self._receivers.items():
+            receiver.start(self._senders[source])
+
+    def receive(self, timeout_s: float, awaiting: str = "a message") -> Arrival:
+        """Wait for the next arrival of any source; see Transport."""
+        end_s = time.monotonic() + timeout_s
+        while (arrival := self._next(end_s)) is None:
+            self._raise_if_broken(f"awaited {awaiting}")
+            if self.peers and len(self._departed) == len(self.peers):
+                raise left(self.rank, self._departed, f"awaited {awaiting}")
+            if time.monotonic() >= end_s:
+                silent = set(self.peers) - self._departed
+                raise silence(self.rank, silent, timeout_s, awaiting)
+        return arrival
+
+    def poll(self, timeout_s: float = 0.0) -> Arrival | None:
+        """Return the next arrival if one comes in time; see Transport."""
+        end_s = time.monotonic() + timeout_s
+        while not self._inbox.empty() or (not self._broken and time.monotonic() < end_s):
+            arrival = self._next(end_s)
+            if arrival is not None:
+                return arrival
+        self._raise_if_broken("looked for messages")
+        return None
+
+    def flush(self, timeout_s: float) -> None:
+        """Return when everything posted was handed over; see Transport."""
+        end_s = time.monotonic() + timeout_s
+        for target, sender in self._senders.items():
+            if not sender.flush(end_s - time.monotonic()):
+                raise silence(self.rank, [target], timeout_s, "room for what it posted")
+
+    def close(self) -> None:
+        """Say goodbye, end the threads and destroy the groups; see Transport."""
+        for sender in self._senders.values():
+            sender.say_bye()
+        end_s = time.monotonic() + _PARTING_S
+        parts: list[_Receiver | _Sender] = [*self._receivers.values(), *self._senders.values()]
+        for part in parts:
+            part.join(max(0.0, end_s - time.monotonic()))
+            dist.destroy_process_group(part.group)
+        self._senders.clear()
+        self._receivers.clear()
+
+    def _carry(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        if target == self.rank:
+            copy = plain_copy(tensor, tensor.device)
+            self._inbox.put(unsent_arrival(self.rank, kind, copy, numbers))
+        elif target in self._senders:
+            self._senders[target].post(kind, tensor, numbers)
+        else:
+            raise ProtocolError(
+                f"rank {self.rank} has no connection to rank {target}, only to "
+                f"{list(self.peers)}: open the transport with all pairs of ranks that talk"
+            )
+
+    def _next(self, end_s: float) -> Arrival | None:
+        """Take one entry of the queue; wait for it only if nothing is known to be broken."""
+        wait_s = 0.0 if self._broken else max(0.0, end_s - time.monotonic())
+        try:
+            entry = self._inbox.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+        if isinstance(entry, Arrival):
+            return self._taken(entry)
+        self._departed.add(entry.source)
+        if isinstance(entry, _Lost):
+            self._broken[entry.source] = entry.reason
+        return None
+
+    def _taken(self, arrival: Arrival) -> Arrival:
+        tensor = arrival.tensor
+        if tensor.is_cuda:  # the allocator must know who uses it from here on
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return self._noted(arrival)
+
+
+class _Sender:
+    """Starts sends to one peer, and a thread that keeps each handle until it is complete."""
+
+    def __init__(self, rank: int, target: int, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._rank = rank
+        self._target = target
+        self._forms = Forms()
+        self._handles: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None]
+        self._handles = queue.SimpleQueue()
+        self._num_unsent = 0
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._wait_for_all, daemon=True)
+        self._thread.start()
+
+    def post(self, kind: str, tensor: Tensor, numbers: Numbers) -> None:
+        device = HOST_MEMORY if tensor.is_cpu else DEVICE_MEMORY
+        form = self._forms.pack(kind, tensor.shape, tensor.dtype, device)
+        with self._changed:
+            doing = f"sent a message of kind {kind!r}"
+            if self._failure is not None:
+                raise death(self._rank, self._target, self._failure, doing)
+            if self._is_closed:
+                raise left(self._rank, [self._target], doing)
+            try:
+                self._start(form, tensor, numbers)
+            except RuntimeError as error:
+                raise death(self._rank, self._target, str(error), doing) from error
+
+    def say_bye(self) -> None:
+        """Tell the peer that nothing comes after this; once is enough."""
+        with self._changed:
+            if not self._is_closed and self._failure is None:
+                with contextlib.suppress(RuntimeError):  # it is gone: nobody to tell
+                    self._start(b"", None, (-1, -1, -1, -1, -1))
+            if not self._is_closed:
+                self._handles.put(None)
+            self._is_closed = True
+
+    def break_off(self, failure: str) -> None:
+        """Send nothing more, not even a goodbye: the peer's other connection has broken."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Return whether all was handed over in time; raise PeerLost if it never will be."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._num_unsent == 0 or self._failure is not None, max(0.0, timeout_s)
+            )
+            if self._failure is not None:
+                raise death(self._rank, self._target, self._failure, "handed messages over")
+            return done
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _start(self, form: bytes, tensor: Tensor | None, numbers: Numbers) -> None:
+        packed = bytearray(_RECORD_BYTES)
+        _RECORD.pack_into(packed, 0, len(form), *numbers)
+        packed[_RECORD.size : _RECORD.size + len(form)] = form
+        works = [self._send(torch.frombuffer(packed, dtype=torch.uint8))]
+        if tensor is not None and tensor.nbytes:
+            works.append(self._send(_as_bytes(plain_copy(tensor, tensor.device))))
+        self._num_unsent += 1
+        self._handles.put(works)
+
+    def _send(self, data: Tensor) -> tuple[dist.Work, Tensor]:
+        work = dist.isend(data, self._target, group=self.group)
+        assert work is not None, "this rank is in the group"
+        return work, data
+
+    def _wait_for_all(self) -> None:
+        while (works := self._handles.get()) is not None:
+            try:
+                for work, data in works:
+                    _finish(work, data)
+            except RuntimeError as error:
+                self._settle(str(error))
+                return
+            self._settle(None)
+
+    def _settle(self, failure: str | None) -> None:
+        with self._changed:
+            self._num_unsent -= 1
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+
+class _Receiver:
+    """A thread that takes everything one peer sends and puts it into the queue."""
+
+    def __init__(self, source: int, group: dist.ProcessGroup, inbox: Inbox) -> None:
+        self.group = group
+        self._source = source
+        self._inbox = inbox
+        self._forms = Forms()
+
+    def start(self, back: _Sender) -> None:
+        """Begin; a goodbye is answered over `back`, so that the peer's thread can end too."""
+        self._thread = threading.Thread(target=self._run, args=(back,), daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _run(self, back: _Sender) -> None:
+        try:
+            while (arrival := self._receive()) is not None:
+                self._inbox.put(arrival)
+        except CommError as error:
+            self._inbox.put(_Lost(self._source, error))
+        except RuntimeError as error:
+            back.break_off(str(error))
+            self._inbox.put(_Lost(self._source, str(error)))
+        else:
+            back.say_bye()
+            self._inbox.put(_Departed(self._source))
+
+    def _receive(self) -> Arrival | None:
+        """Take one message; None is a goodbye."""
+        packed = torch.empty(_RECORD_BYTES, dtype=torch.uint8)
+        self._fill(packed)
+        data = packed.numpy().tobytes()
+        size, step, stage, microbatch, version, flow = _RECORD.unpack_from(data)
+        if size == 0:
+            return None
+        form = self._forms.parse(data[_RECORD.size : _RECORD.size + size], self._source)
+        device = "cuda" if form.device == DEVICE_MEMORY else "cpu"
+        tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
+        if form.num_bytes:
+            self._fill(_as_bytes(tensor))
+        header = make_header(form, (step, stage, microbatch, version, flow))
+        return Arrival(self._source, header, tensor)
+
+    def _fill(self, data: Tensor) -> None:
+        work = dist.irecv(data, self._source, group=self.group)
+        assert work is not None, "this rank is in the group"
+        _finish(work, data)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor, whatever its dtype, as torch can send it."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _finish(work: dist.Work, data: Tensor) -> None:
+    """Block this thread alone, without the GIL, until the data have been moved."""
+    if not data.is_cuda:
+        work.wait(_FOREVER)
+        return
+    # NCCL's wait only orders streams. A stream of this thread's own and an event tell when the
+    # data are there, without a halt of the whole device.
+    with torch.cuda.stream(torch.cuda.Stream(data.device)):  # type: ignore[no-untyped-call]
+        work.wait()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+    event.synchronize()

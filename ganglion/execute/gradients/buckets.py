@@ -1,0 +1,239 @@
+"""The flat memory of gradients, in one or more sets, and the sum of a set over one group.
+
+A gradient is a view into its bucket's buffer, so accumulation and reduction share one piece of
+memory and nothing is copied. One set is selected: backward adds to it. With two sets, a pipeline
+that never flushes goes on with the next step while the last one is reduced:
+
+    set 0   | bucket 0 | bucket 1 |    started: the all-reduces run, nobody touches it
+    set 1   | bucket 0 | bucket 1 |    selected: every p.grad is a view into this one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ganglion.decide.schedules.buckets import Bucket, plan_buckets
+from ganglion.errors import ConfigError
+from ganglion.execute.comm import Group, Handle, empty_for
+from ganglion.execute.gradients.norm import sum_of_squares
+from ganglion.trace import COMM, Recorder
+
+
+class Reach(NamedTuple):
+    """The ranks that a gradient is summed over, and how many ranks of a replica hold that sum."""
+
+    group: Group
+    num_copies: int = 1
+
+
+class Reduction(NamedTuple):
+    """A started all-reduce of one bucket; its start is on the recorder's clock."""
+
+    handle: Handle
+    start_s: float
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Set:
+    buffers: list[Tensor] = field(default_factory=list)
+    views: dict[int, Tensor] = field(default_factory=dict)  # by id of the parameter
+    started: list[Reduction] = field(default_factory=list)
+    step: int | None = None  # of the sums, once all buckets are started; None after a failure
+    num_waited: int = 0
+
+
+class GradientBuckets:
+    """Owns the gradients of some parameters; a set of them can be summed over their groups."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        reach: Reach | Mapping[str, Reach],
+        recorder: Recorder,
+        *,
+        bucket_bytes: int,
+        num_sets: int = 1,
+    ) -> None:
+        """Give each trainable parameter a gradient of zeros in every set, and select set 0.
+
+        `parameters` are the trainable ones; `layout` says which of them share a bucket, and the
+        order in which buckets are reduced. `reach` is that of all, or by their names.
+        """
+        assert num_sets >= 1, "gradients need at least one set"
+        self._recorder = recorder
+        trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.parameters = list(trainable.values())
+        reaches = [reach if isinstance(reach, Reach) else reach[name] for name in trainable]
+        self.layout = _plan(self.parameters, reaches, bucket_bytes)
+        self._reach = [reaches[bucket.members[0]] for bucket in self.layout]
+        self._sets = [self._make_set() for _ in range(num_sets)]
+        self.select(0)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._check)  # type: ignore[no-untyped-call]
+            for p in self.parameters
+        ]
+
+    def buffers(self, which: int) -> list[Tensor]:
+        """Return the flat buffer of each bucket of a set, in the order of reduction."""
+        return self._sets[which].buffers
+
+    def select(self, which: int) -> None:
+        """Make every p.grad the view into a set, so that backward adds there."""
+        self._selected = self._sets[which].views
+        for parameter in self.parameters:
+            parameter.grad = self._selected[id(parameter)]
+
+    def zero(self, which: int) -> None:
+        """Forget the gradients of a set, which must not be under reduction."""
+        chosen = self._sets[which]
+        is_under_way = chosen.step is not None and bool(chosen.started)
+        assert not is_under_way, f"set {which} is still being reduced: wait for it first"
+        chosen.step = None
+        for buffer in chosen.buffers:
+            buffer.zero_()
+
+    def start(self, which: int, step: int) -> None:
+        """Start the all-reduce of all buckets of a set that are not started yet, in order.
+
+        The sums are those of update `step`. Nobody may touch the set until they are there.
+        """
+        for number in range(len(self._sets[which].started), len(self.layout)):
+            self.start_bucket(which, number)
+        self._sets[which].step = step
+
+    def start_bucket(self, which: int, number: int) -> None:
+        """Start the all-reduce of one bucket, each in its turn; `start` must follow."""
+        chosen = self._sets[which]
+        # One fixed order on all ranks: collectives must match.
+        assert number == len(chosen.started), f"bucket {number} is not next, see started()"
+        chosen.step = None
+        start_s = self._recorder.clock()
+        buffer = chosen.buffers[number]
+        handle = self._reach[number].group.all_reduce(buffer)
+        chosen.started.append(Reduction(handle, start_s, buffer.nbytes))
+
+    def started(self, which: int) -> Sequence[Reduction]:
+        """Return the reductions of a set which were started and not waited for."""
+        return self._sets[which].started
+
+    def is_done(self, which: int) -> bool:
+        """Return whether a started set is known to hold its sums, without blocking.
+
+        True means that `wait` will not block; it is still due, for failures and the trace. It
+        stays True until the set is zeroed or started again.
+        """
+        chosen = self._sets[which]
+        over = (self._is_over(n, r.handle) for n, r in enumerate(chosen.started))
+        return chosen.step is not None and all(over)
+
+    def square_norm(self, which: int) -> float:
+        """Return this rank's part of the sum of squares: what several ranks hold counts once."""
+        total = 0.0
+        for buffer, reach in zip(self.buffers(which), self._reach, strict=True):
+            total += sum_of_squares(buffer) / reach.num_copies
+        return total
+
+    def wait(self, which: int) -> None:
+        """Return when all buckets of a started set hold the sum over the group; record each."""
+        chosen = self._sets[which]
+        assert chosen.step is not None, f"set {which} was not started, or failed"
+        for number in range(chosen.num_waited, len(chosen.started)):
+            self.wait_bucket(which, number)
+        chosen.started.clear()
+        chosen.num_waited = 0
+
+    def wait_bucket(self, which: int, number: int) -> None:
+        """Return when one bucket of a started set holds its sum; each in turn, then `wait`."""
+        chosen = self._sets[which]
+        assert chosen.step is not None, f"set {which} was not started, or failed"
+        assert number == chosen.num_waited, f"bucket {number} is not next to wait for"
+        step, chosen.step = chosen.step, None  # what fails now will never hold its sums
+        chosen.started[number].handle.wait()
+        self._record(chosen.started[number], step)
+        chosen.num_waited += 1
+        chosen.step = step
+
+    def num_copies(self, parameter: nn.Parameter) -> int:
+        """Return how many ranks of a replica hold the gradient of a parameter."""
+        member = next(i for i, p in enumerate(self.parameters) if p is parameter)
+        holding = (n for n, bucket in enumerate(self.layout) if member in bucket.members)
+        return self._reach[next(holding)].num_copies
+
+    def close(self) -> None:
+        """Detach from the parameters, which keep their present gradients."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _check(self, parameter: Tensor) -> None:
+        if parameter.grad is not self._selected[id(parameter)]:
+            raise ConfigError(
+                "a gradient was replaced during the step (zero_grad(set_to_none=True) or "
+                "p.grad = ...): leave gradients to the run, it zeroes them before each step"
+            )
+
+    def _is_over(self, number: int, handle: Handle) -> bool:
+        # The handle of a group of one has no end, for nothing was ever begun.
+        return self._reach[number].group.size == 1 or handle.is_done()
+
+    def _record(self, reduction: Reduction, step: int) -> None:
+        self._recorder.add(
+            COMM,
+            "reduce",
+            reduction.start_s,
+            self._end_s(reduction),
+            step=step,
+            axis="data",
+            num_bytes=reduction.num_bytes,
+        )
+
+    def _end_s(self, reduction: Reduction) -> float:
+        """Return when a reduction was over, which may be long before somebody waited for it."""
+        now_s, finished_s = self._recorder.clock(), reduction.handle.finished_s
+        # A recorder may run on another clock than the handle: such a time would lie outside.
+        if finished_s is not None and reduction.start_s <= finished_s <= now_s:
+            return finished_s
+        return now_s
+
+    def _make_set(self) -> _Set:
+        made = _Set()
+        for bucket, reach in zip(self.layout, self._reach, strict=True):
+            first = self.parameters[bucket.members[0]]
+            buffer = empty_for(reach.group, bucket.num_elements, first).zero_()
+            made.buffers.append(buffer)
+            for member, offset in zip(bucket.members, bucket.offsets, strict=True):
+                parameter = self.parameters[member]
+                part = buffer[offset : offset + parameter.numel()]
+                made.views[id(parameter)] = part.view_as(parameter)
+        return made
+
+
+def _plan(
+    parameters: Sequence[nn.Parameter], reaches: Sequence[Reach], bucket_bytes: int
+) -> list[Bucket]:
+    """Bucket what is summed alike, and each dtype apart; buckets keep the order of backward."""
+    kinds = [
+        (p.dtype, id(reach.group), reach.num_copies)
+        for p, reach in zip(parameters, reaches, strict=True)
+    ]
+    found = []
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, each in enumerate(kinds) if each == kind]
+        found += _plan_kind(parameters, members, bucket_bytes // kind[0].itemsize)
+    return found
+
+
+def _plan_kind(
+    parameters: Sequence[nn.Parameter], members: Sequence[int], max_elements: int
+) -> list[Bucket]:
+    sizes = [parameters[i].numel() for i in members]
+    bound = max(1, max_elements)
+    buckets = plan_buckets(sizes, bound, last_max_elements=max(1, bound // 8))
+    return [
+        Bucket(tuple(members[i] for i in bucket.members), bucket.offsets, bucket.num_elements)
+        for bucket in buckets
+    ]

@@ -1,0 +1,195 @@
+"""The disk tier: a scratch file of its own, moved by pread and pwrite past the page cache.
+
+The file has no name once it is open, so a run that is killed leaves nothing behind. Its room is
+reserved when a region is: a full disk is an error before training, not in the middle of it.
+
+Moves use direct input and output where the file system has it: nothing stays in the page cache, so
+the memory of the machine tells the truth, and a copy is saved. Elsewhere the cache is asked to drop
+what was moved; pages that still wait to be written go one move later. (The resident memory of a
+process never counts the cache behind pread and pwrite; a cgroup does.)
+
+`tensor()` maps the same file: its pages are counted as resident while they are in use, until
+`release`. The kernel keeps the two ways together, direct moves included.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ganglion.errors import OffloadError
+from ganglion.execute.offload.tier import PAGE_BYTES, page_buffer
+from ganglion.units import MIB
+
+logger = logging.getLogger(__name__)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskTier:
+    """A nameless file in a folder."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        """Make the file, empty; buffers of a GPU pass through pinned memory."""
+        self.folder = folder
+        self._device = device
+        self._size = 0
+        self._staging = threading.local()
+        with self._explained(0):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file, path = tempfile.mkstemp(prefix="ganglion-offload-", dir=folder)
+        try:
+            self.direct = _open_direct(path)
+        finally:
+            Path(path).unlink()
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes are reserved."""
+        return self._size
+
+    def reserve(self, num_bytes: int) -> DiskRegion:
+        """Return a new region at the end of the file."""
+        start = self._size
+        # Mappings begin at multiples of this, which is a page or more.
+        whole = -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        if whole:
+            with self._explained(whole):
+                os.posix_fallocate(self.file, start, whole)
+        self._size += whole
+        return DiskRegion(self, start, num_bytes)
+
+    def describe(self) -> str:
+        """Say where it is and how it is moved."""
+        how = "buffered" if self.direct is None else "direct"
+        return f"disk, {how}, a scratch file in {self.folder}"
+
+    def close(self) -> None:
+        """Give the room on the disk back, once nobody uses a tensor of it."""
+        for file in (self.file, self.direct):
+            if file is not None and file >= 0:
+                os.close(file)
+        self.file, self.direct = -1, None
+
+    def move(self, buffer: Tensor, position: int, *, writes: bool) -> None:
+        """Read or write all of a buffer at a byte of the file."""
+        with self._explained(buffer.numel()):
+            host = buffer if buffer.device.type == "cpu" else self._staged(buffer.numel())
+            if writes and host is not buffer:
+                host.copy_(buffer)
+            self._move_all(host.numpy().data, position, writes=writes)
+            if not writes and host is not buffer:
+                buffer.copy_(host)
+
+    def _move_all(self, view: memoryview, position: int, *, writes: bool) -> None:
+        file = self.file if self.direct is None else self.direct
+        at = 0
+        while at < len(view):
+            part = [view[at:]]
+            moved = (os.pwritev if writes else os.preadv)(file, part, position + at)
+            if moved == 0:
+                raise OSError(errno.EIO, f"the file ends at byte {position + at}")
+            at += moved
+        if self.direct is None:
+            self.forget(position, len(view))
+
+    def forget(self, position: int, num_bytes: int) -> None:
+        """Ask the kernel to write out what waits for it, and to drop the rest from its cache."""
+        if hasattr(os, "posix_fadvise"):
+            # From the move before on: its pages may be written by now.
+            before = max(0, position - num_bytes)
+            end = position + num_bytes
+            os.posix_fadvise(self.file, before, end - before, os.POSIX_FADV_DONTNEED)
+
+    def _staged(self, num_bytes: int) -> Tensor:
+        """Return pinned memory of the calling thread, the same at every call."""
+        room: Tensor | None = getattr(self._staging, "room", None)
+        if room is None or room.numel() < num_bytes:
+            room = page_buffer(num_bytes, torch.device("cpu"), pinned=True)
+            self._staging.room = room
+        return room[:num_bytes]
+
+    @contextmanager
+    def _explained(self, num_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise OffloadError(
+                    f"memory.offload_dir = {str(self.folder)!r} failed: {error}; choose a folder "
+                    f"on a disk that works, or set memory.offload to another tier"
+                ) from error
+            raise OffloadError(
+                f"no room for optimizer state in memory.offload_dir = {str(self.folder)!r}: "
+                f"{num_bytes / MIB:.1f} MiB more were needed beside {self._size / MIB:.1f} MiB, "
+                f"{_free_bytes(self.folder) / MIB:.1f} MiB are free ({error.strerror}); set it to "
+                f"a folder on a larger disk"
+            ) from error
+
+
+class DiskRegion:
+    """A stretch of the file."""
+
+    def __init__(self, tier: DiskTier, start: int, num_bytes: int) -> None:
+        """Begin at byte `start` of the file."""
+        self._tier = tier
+        self._start = start
+        self.num_bytes = num_bytes
+        self._map: mmap.mmap | None = None
+
+    def read_into(self, start: int, out: Tensor) -> None:
+        """Fill a flat tensor of bytes."""
+        self._tier.move(out, self._position(start, out), writes=False)
+
+    def write_from(self, start: int, source: Tensor) -> None:
+        """Copy a flat tensor of bytes to the disk."""
+        self._tier.move(source, self._position(start, source), writes=True)
+
+    def tensor(self) -> Tensor:
+        """Return the whole, mapped."""
+        if not self.num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        if self._map is None:
+            self._map = mmap.mmap(self._tier.file, self.num_bytes, offset=self._start)
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Unmap what was touched, and let the cache drop it."""
+        if self._map is None:
+            return
+        if hasattr(mmap, "MADV_DONTNEED"):
+            # Of a shared mapping this loses nothing: what was changed stays in the cache.
+            self._map.madvise(mmap.MADV_DONTNEED)
+        self._tier.forget(self._start, self.num_bytes)
+
+    def _position(self, start: int, buffer: Tensor) -> int:
+        assert buffer.dtype == torch.uint8 and buffer.dim() == 1, "regions are moved as bytes"
+        assert start % PAGE_BYTES == 0 and start + buffer.numel() <= self.num_bytes
+        return self._start + start
+
+
+def _open_direct(path: str) -> int | None:
+    """Open a file past the page cache, if its file system can."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        return None  # as on tmpfs of older kernels
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,97 @@
+"""The alarm: what failed on one rank is raised on all, with the first rank's own words.
+
+A rank of a pipeline waits for its neighbours only, and would wait in vain. So a failure is posted
+to the ranks of the pipeline, over the transport that carries activations, and to the same stage of
+the other replicas, over one that carries nothing else. Who hears it passes it on before it ends:
+
+    rank that failed ---> its pipeline ---> their replicas
+                     `--> its replicas ---> their pipelines
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ganglion.errors import CommError, GanglionError, PeerLost, PipelineError, ProtocolError
+from ganglion.execute.comm import Arrival, Transport
+
+ERROR_KIND = "error"
+# How often the quiet transports are listened to: far below the seconds that a user would notice.
+LISTEN_S = 0.1
+_TELLING_S = 1.0
+_CLASSES: dict[str, type[GanglionError]] = {
+    error.__name__: error for error in (PipelineError, PeerLost, ProtocolError, CommError)
+}
+
+
+class Alarm:
+    """Tells failures to others, and listens for theirs where nothing else is heard."""
+
+    def __init__(self, busy: Transport | None, quiet: Transport | None) -> None:
+        """Tell over both; listen to `quiet`, for whoever drives `busy` hears it there."""
+        self._quiet = quiet
+        self._all: Sequence[Transport] = [t for t in (busy, quiet) if t is not None]
+        self._listened_s = 0.0
+
+    @property
+    def has_quiet(self) -> bool:
+        """Whether there is something to listen to."""
+        return self._quiet is not None
+
+    def listen(self) -> None:
+        """Raise what another rank told; looks only now and then, so it may be called often."""
+        if self._quiet is None or (now_s := time.monotonic()) < self._listened_s + LISTEN_S:
+            return
+        self._listened_s = now_s
+        arrival = self._quiet.poll()
+        if arrival is not None:
+            raise told_error(arrival)
+
+    def heard(self) -> GanglionError | None:
+        """Return what another rank told before it went, and drop all other mail."""
+        for transport in self._all:
+            with contextlib.suppress(CommError):
+                while (arrival := transport.poll()) is not None:
+                    if arrival.header.kind == ERROR_KIND:
+                        return told_error(arrival)
+        return None
+
+    def ring(self, error: Exception) -> None:
+        """Tell everybody who can be reached, within about a second."""
+        payload = torch.frombuffer(bytearray(_text(error).encode()), dtype=torch.uint8)
+        for transport in self._all:
+            for peer in transport.peers:
+                with contextlib.suppress(CommError):
+                    transport.post(peer, ERROR_KIND, payload)
+            with contextlib.suppress(CommError):
+                transport.flush(_TELLING_S)
+
+    def close(self) -> None:
+        """Close all transports."""
+        for transport in self._all:
+            transport.close()
+
+
+def leave(alarm: Alarm) -> None:
+    """Close the transports of an engine that nobody closed, so that other ranks can go on.
+
+    Not if this process ends by an error: then the others are to see that it is gone.
+    """
+    if not hasattr(sys, "last_value"):
+        alarm.close()
+
+
+def told_error(arrival: Arrival) -> GanglionError:
+    """Return the error that another rank told, of its own class where that is one of the tree."""
+    name, _, text = bytes(arrival.tensor.tolist()).decode().partition("\n")
+    return _CLASSES.get(name, PipelineError)(text)
+
+
+def _text(error: Exception) -> str:
+    said = str(error) if isinstance(error, GanglionError) else repr(error)
+    return f"{type(error).__name__}\n{said}"

@@ -1,0 +1,82 @@
+"""The ledger: which messages have come, so that none counts twice and a missing one has a name.
+
+A message may come before its batch was admitted here, for the stage before may be ahead; once its
+batch has ended it cannot come any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ganglion.decide.schedules.pipeline import BACKWARD, FORWARD, Message
+
+
+class Ledger:
+    """What the stages of one rank have received, and what they still await."""
+
+    def __init__(self, stages: Sequence[int], num_stages: int) -> None:
+        """Keep the books of `stages`, out of `num_stages` of the model."""
+        self._stages = tuple(stages)
+        self._last = num_stages - 1
+        self._came: set[tuple[str, int, int]] = set()
+        self._forwarded: set[tuple[int, int]] = set()  # (stage, microbatch) that went forward
+        self._ends: deque[int] = deque()  # of each batch under way: the microbatch after its last
+        self._first = 0  # of the oldest batch under way
+        self._next = 0  # after the newest one
+
+    def begin_at(self, microbatch: int) -> None:
+        """Count microbatches from this on."""
+        self._first = self._next = microbatch
+
+    def admit(self, num_microbatches: int) -> None:
+        """Take note of one more batch."""
+        self._next += num_microbatches
+        self._ends.append(self._next)
+
+    def is_awaited(self, message: Message) -> bool:
+        """Say whether a message has a stage here, and has not come before; it counts as come."""
+        kind, stage, microbatch, _ = message
+        key = (kind, stage, microbatch)
+        has_sender = stage > 0 if kind == FORWARD else stage < self._last
+        if stage not in self._stages or not has_sender:
+            return False
+        if microbatch < self._first or key in self._came:
+            return False
+        self._came.add(key)
+        return True
+
+    def went_forward(self, stage: int, microbatch: int) -> None:
+        """Take note that a gradient will come back."""
+        if stage < self._last:
+            self._forwarded.add((stage, microbatch))
+
+    def end_batch(self) -> None:
+        """Forget the oldest batch: all of it is updated."""
+        self._first = self._ends.popleft()
+        self._came = {key for key in self._came if key[2] >= self._first}
+        self._forwarded = {key for key in self._forwarded if key[1] >= self._first}
+
+    def awaited(self) -> str:
+        """Name the first message of each sort that a stage lacks."""
+        names = []
+        for stage in self._stages:
+            names += [
+                f"the activations of microbatch {k} for stage {stage}"
+                for k in self._missing_inputs(stage)[:1]
+            ]
+            names += [
+                f"the gradient of microbatch {k} for stage {stage}"
+                for k in self._missing_gradients(stage)[:1]
+            ]
+        return " or ".join(names) or "activations and gradients"
+
+    def _missing_inputs(self, stage: int) -> list[int]:
+        if stage == 0:
+            return []
+        known = range(self._first, self._next)
+        return [k for k in known if (FORWARD, stage, k) not in self._came]
+
+    def _missing_gradients(self, stage: int) -> list[int]:
+        went = sorted(k for at, k in self._forwarded if at == stage)
+        return [k for k in went if (BACKWARD, stage, k) not in self._came]

@@ -1,0 +1,167 @@
+"""From ordinary blocks to blocks of split layers: modules are replaced, names stay.
+
+Every module that the cuts name is replaced by its split counterpart, which holds this rank's pieces
+of its parameters. A linear layer that nobody described takes and returns whole activations; what
+cannot be split is left whole, and the report says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ganglion.decide.topology import (
+    WHOLE,
+    Cut,
+    DropoutCut,
+    EmbeddingCut,
+    LinearCut,
+    NormCut,
+    WidthCut,
+)
+from ganglion.errors import ConfigError
+from ganglion.execute.comm import World
+from ganglion.execute.tensor.forms import form_of, obstacle
+from ganglion.execute.tensor.grid import Grid, TensorSettings
+from ganglion.execute.tensor.pieces import Pieces
+from ganglion.execute.tensor.replace import Replacer
+from ganglion.execute.tensor.report import Entry, TensorReport
+from ganglion.execute.tensor.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Split blocks, and what their owner must call.
+
+    `weights.finish_gradients(parameters)` after the backwards of a step, `weights.on_change()`
+    whenever other weights are in place.
+    """
+
+    blocks: dict[str, nn.Module]
+    grid: Grid
+    weights: Weights
+    report: TensorReport
+
+
+def apply_tensor_parallel(
+    blocks: Mapping[str, nn.Module],
+    world: World,
+    cuts: Mapping[str, Cut],
+    settings: TensorSettings | None = None,
+) -> TensorParallel:
+    """Split the blocks of a model over x, y and z; `cuts` go by the names of modules.
+
+    Children of the given blocks are replaced in place; parameters keep their names. Whole weights
+    are cut; nothing is sent.
+    """
+    grid = Grid(world, TensorSettings() if settings is None else settings)
+    splitter = _Splitter(grid, cuts)
+    done = {name: splitter.split(name, block) for name, block in blocks.items()}
+    splitter.check_all_used()
+    splitter.place(done)
+    splitter.choose_kept(done)
+    return TensorParallel(done, grid, splitter.weights, splitter.report)
+
+
+class _Splitter:
+    """Replaces modules, one after the other."""
+
+    def __init__(self, grid: Grid, cuts: Mapping[str, Cut]) -> None:
+        self.weights = Weights(grid)
+        self.report = TensorReport()
+        self._grid = grid
+        self._cuts = cuts
+        self._used: set[str] = set()
+        self._pieces = Pieces(grid)
+        self._replacer = Replacer(grid, self.weights, self._pieces)
+        self._seen: dict[int, tuple[nn.Module, nn.Module]] = {}  # a module may occur twice
+
+    def split(self, name: str, module: nn.Module) -> nn.Module:
+        """Return the split counterpart of a module, or the module with its children split."""
+        if name in self._cuts:
+            self._used.add(name)
+        known = self._seen.get(id(module))
+        if known is not None:
+            return known[1]
+        made = self._converted(name, module)
+        self._seen[id(module)] = (module, made)
+        if made is module:
+            # Not named_children(): that leaves out the second name of a child.
+            for child_name, child in module._modules.items():
+                if child is not None:
+                    setattr(module, child_name, self.split(f"{name}.{child_name}", child))
+        return made
+
+    def check_all_used(self) -> None:
+        """Refuse a cut of a module that is not there: it would be ignored."""
+        unknown = sorted(set(self._cuts) - self._used)
+        if unknown:
+            raise ConfigError(
+                f"a cut is given for {unknown[0]!r}, which is no module of the blocks, or lies "
+                f"inside one that has a cut itself: check the name"
+            )
+
+    def place(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Note where each parameter and buffer lives."""
+        for name, tensor in _tensors(blocks):
+            self.report.placements[name] = self._pieces.placement_of(tensor)
+
+    def choose_kept(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Decide what stays gathered, if this rank uses all of the blocks."""
+        self.weights.check_names()
+        self.report.kept = self.weights.choose_kept(tensor for _, tensor in _tensors(blocks))
+
+    def _converted(self, name: str, module: nn.Module) -> nn.Module:
+        cut = self._cuts.get(name)
+        if cut is None and form_of(module) is not None:
+            cut = WHOLE
+        if cut is None:
+            self._leave(name, module, obstacle(module) or "no cut is known for it")
+            return module
+        made = self._replacer.replaced(name, module, cut)
+        made.train(module.training)
+        self.report.split.append(Entry(name, type(module).__name__, self._told(cut, made)))
+        return made
+
+    def _leave(self, name: str, module: nn.Module, why: str) -> None:
+        own = [part for part, _ in module.named_parameters(recurse=False)]
+        if own:
+            held = f"{why}; every rank holds its {', '.join(own)}"
+            self.report.whole.append(Entry(name, type(module).__name__, held))
+
+    def _told(self, cut: Cut, made: nn.Module) -> str:
+        match cut:
+            case LinearCut():
+                given = ", gathered" if cut.gives_whole else ""
+                taken = ", cut from whole ones" if cut.takes_whole else ""
+                sides = f"inputs {self._over(cut.in_axis)}{taken}; outputs"
+                return f"{sides} {self._over(cut.out_axis)}{given}; {self._storage(made)}"
+            case EmbeddingCut():
+                sides = f"rows {self._over(cut.row_axis)}; features"
+                return f"{sides} {self._over(cut.feature_axis)}; {self._storage(made)}"
+            case NormCut() | DropoutCut():
+                return f"features {self._over(cut.axis)}"
+            case WidthCut():
+                names = (*cut.attributes, *(key for key, _ in cut.counts))
+                return f"{', '.join(names)} {self._over(cut.axis)}"
+
+    def _over(self, axis: str | None) -> str:
+        return "whole" if axis is None else f"over {axis}={self._grid.size(axis)}"
+
+    def _storage(self, made: nn.Module) -> str:
+        """Say how the weight of a module is stored along z."""
+        weight, z = made.weight, self._grid.mesh.z
+        assert isinstance(weight, Tensor)
+        is_split = any(shard.axis == "z" for shard in self._pieces.placement_of(weight).shards)
+        if is_split or z == 1:
+            return f"stored over z={z}"
+        return f"stored whole along z={z}, which does not divide its {weight.shape[0]} rows"
+
+
+def _tensors(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer under each of its names."""
+    for name, block in blocks.items():
+        yield from block.named_parameters(prefix=name, remove_duplicate=False)
+        yield from block.named_buffers(prefix=name, remove_duplicate=False)

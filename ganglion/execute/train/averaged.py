@@ -1,0 +1,312 @@
+"""Replicas as workers of elastic averaging: each trains by itself, exchanges draw them together.
+
+A rank exchanges what it holds of the model with the ranks that hold the same of other replicas:
+every element has its own force, so a worker may be a whole pipeline of split layers.
+
+    worker 0   [stage 0] [stage 1]        each column is one group of `data`,
+    worker 1   [stage 0] [stage 1]        each cell packs its weights and has a part of the centre
+
+Asynchronous methods have one served centre for each column: by a thread of its first rank, or by
+the server processes of the plan, each of which holds a part of every column's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ganglion.decide.config import DEFAULT_BETA, ELASTIC
+from ganglion.decide.plan import ASYNC_MSGD, DILOCO, LOCAL_SGD, SLOW_MOMENTUM, SYNC_EASGD, Plan
+from ganglion.decide.schedules.exchanges import SYNC
+from ganglion.execute.averaging import ASYNC_SGD, HOGWILD_SGD, SERVED_MODES, Wishes, choose_method
+from ganglion.execute.averaging.methods import (
+    ExchangeMetrics,
+    Method,
+    OuterAveraging,
+    OuterFactory,
+    Packed,
+    diloco,
+    local_sgd,
+    slow_momentum,
+)
+from ganglion.execute.averaging.served import (
+    CountingStore,
+    Hosting,
+    ServedSgd,
+    announce_end,
+    served_method,
+)
+from ganglion.execute.comm import Group, World
+
+DEFAULT_CENTER_MOMENTUM = 0.9
+_MODES = {**ELASTIC, "async_sgd": ASYNC_SGD, ASYNC_MSGD: ASYNC_SGD, "hogwild_sgd": HOGWILD_SGD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingSettings:
+    """How replicas average: exactly one of alpha, beta and rho; beta = 0.9 without any.
+
+    Only elastic methods have a rate. Exchanges come every `tau` steps, and run beside forward and
+    backward with `overlap`. `outer_lr` and `outer_momentum` are those of slow_momentum and diloco,
+    None for their own. `store`, `listen_on` and `timeout_s` are how a served centre is reached.
+    """
+
+    alpha: float | None = None
+    beta: float | None = None
+    rho: float | None = None
+    tau: int = 10
+    overlap: bool = True
+    unsafe: bool = False
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    center_momentum: float | None = None
+    max_staleness: int | None = None
+    store: CountingStore | None = None
+    listen_on: str | None = None
+    timeout_s: float = 300.0
+
+    def wishes(self, plan: Plan) -> Wishes:
+        """Return what the method of a plan is asked for."""
+        method = plan.averaging
+        has_rate = any(rate is not None for rate in (self.alpha, self.beta, self.rho))
+        momentum = self.center_momentum
+        if method == ASYNC_MSGD and momentum is None:
+            momentum = DEFAULT_CENTER_MOMENTUM
+        # An exchange that starts before the forward cannot know the rate of the coming step.
+        overlap = self.overlap and (self.rho is None or method == SYNC_EASGD)
+        return Wishes(
+            mode=_MODES.get(method, SYNC),
+            alpha=self.alpha,
+            beta=DEFAULT_BETA if method in ELASTIC and not has_rate else self.beta,
+            rho=self.rho,
+            tau=self.tau,
+            overlap=overlap,
+            unsafe=self.unsafe,
+            outer=self._outer(method),
+            center_momentum=momentum or 0.0,
+            max_staleness=self.max_staleness,
+            servers=plan.servers,
+        )
+
+    def _outer(self, method: str) -> OuterFactory | None:
+        given = {"lr": self.outer_lr, "momentum": self.outer_momentum}
+        known = {name: value for name, value in given.items() if value is not None}
+        if method == SLOW_MOMENTUM:
+            return slow_momentum(**known)
+        if method == DILOCO:
+            return diloco(**known)
+        return local_sgd() if method == LOCAL_SGD else None
+
+
+def average(
+    tensors: Mapping[str, Tensor],
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    world: World,
+    settings: AveragingSettings,
+    position: int = 0,
+) -> Averaged | None:
+    """Return the averaging of tensors that some optimizers train, if the plan wants it.
+
+    All ranks call it alike; `position` counts what a rank averages apart: its stages.
+    """
+    if not plan.averages:
+        return None
+    # Stages of a rank end their batches in an order of their own: a group for each.
+    group = world.group("data", use=f"averaging {position}")
+    if not optimizers:
+        return None
+    first = optimizers[0].param_groups[0]
+    return Averaged(tensors, group, settings, plan, lambda: float(first["lr"]))
+
+
+def all_are_made(plan: Plan, world: World, settings: AveragingSettings) -> None:
+    """Let the servers of a plan know that all centres have been announced; all ranks call it."""
+    if plan.servers:
+        world.barrier()
+        if world.rank == 0:
+            assert settings.store is not None, "servers are found through a store"
+            announce_end(settings.store)
+
+
+class Averaged:
+    """Some weights of a rank, and the method that averages them over workers."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        group: Group,
+        settings: AveragingSettings,
+        plan: Plan,
+        lr: Callable[[], float],
+    ) -> None:
+        """Pack parameters and buffers, which must be the same in all workers of `group`."""
+        self._packed = Packed(_holder(tensors))
+        self._names = {_inner(name): name for name in tensors}
+        self._group, self._wishes = group, settings.wishes(plan)
+        self._hosting: Hosting | None = None
+        self._looked: Tensor | None = None  # a served centre, as it was looked at last
+        self._velocity: Tensor | None = None  # and how it moved then, if it has momentum
+        self._num_before = 0  # exchanges before this process began
+        self._method = self._make(settings, lr)
+        self.forget_outer()
+
+    def _make(self, settings: AveragingSettings, lr: Callable[[], float]) -> Method:
+        wishes, packed = self._wishes, self._packed
+        if wishes.mode not in SERVED_MODES:
+            return choose_method(wishes, packed, self._group, lr())
+        method, self._hosting = served_method(
+            *(wishes, packed, self._group, lr, settings.timeout_s),
+            *(settings.store, settings.listen_on),
+        )
+        return method
+
+    def begin_pass(self) -> None:
+        """Say that the forward of a batch begins."""
+        self._method.begin_pass()
+
+    def before_step(self, lr: float) -> None:
+        """Say that the optimizer is about to step."""
+        self._method.before_step(lr)
+
+    def after_step(self, lr: float) -> None:
+        """Say that it has stepped."""
+        self._method.after_step(lr)
+
+    def metrics(self) -> ExchangeMetrics:
+        """Return what this worker saw of the exchanges so far."""
+        seen = self._method.metrics()
+        return replace(seen, num_exchanges=seen.num_exchanges + self._num_before)
+
+    def tensors(self) -> list[Tensor]:
+        """Return what averaging keeps on this rank, beside the weights and between steps."""
+        served = [] if self._hosting is None else self._hosting.tensors()
+        return [*self._method.tensors(), *served]
+
+    @contextmanager
+    def center_weights(self) -> Iterator[None]:
+        """Let the modules have the weights of the centre."""
+        kept = self._packed.gather().clone()
+        self._set(self._method.center())
+        try:
+            yield
+        finally:
+            self._set(kept)
+
+    def center(self) -> dict[str, Tensor]:
+        """Return the centre by the names of the tensors, as views that a load may fill."""
+        if self._hosting is None:
+            return self._named(self._method.center())
+        if isinstance(self._method, ServedSgd):
+            self._looked, self._velocity = self._method.moving_center()
+        else:
+            self._looked = self._method.center().clone()
+        return self._named(self._looked)
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """Return the momentum of the centre by the names of the tensors, if it has any.
+
+        That of a served centre is what it was when that was looked at last, or is now.
+        """
+        if isinstance(self._method, ServedSgd):
+            return self._served_velocity()
+        if not isinstance(self._method, OuterAveraging):
+            return {}
+        entries, state = self._packed.entries, self._method.outer.state
+        found = [state[p].get("momentum_buffer") for p in self._method.outer_parameters()]
+        return {
+            self._names[entry.name]: buffer
+            for entry, buffer in zip(entries, found, strict=False)
+            if buffer is not None
+        }
+
+    def _served_velocity(self) -> dict[str, Tensor]:
+        if self._looked is None:
+            self.center()
+        if self._velocity is None:
+            return {}
+        return {
+            self._names[entry.name]: entry.view(self._velocity)
+            for entry in self._packed.entries
+            if entry.offset < self._packed.num_trained
+        }
+
+    def forget_outer(self) -> None:
+        """Let the momentum of the centre be zero, in memory that a load can fill."""
+        if self._velocity is not None:
+            self._velocity.zero_()
+        if not isinstance(self._method, OuterAveraging):
+            return
+        for group in self._method.outer.param_groups:
+            for parameter in group["params"] if group.get("momentum") else ():
+                zeros = torch.zeros_like(parameter)
+                self._method.outer.state[parameter]["momentum_buffer"] = zeros
+
+    def restart(self, step: int, num_exchanges: int, *, at_weights: bool) -> None:
+        """Continue after `step` steps, with the centre at the present weights or where it is.
+
+        Where it is in other hands, that is where it was looked at last, and filled by a load.
+        """
+        if self._hosting is not None:
+            self._restart_served(self._hosting, step, num_exchanges, at_weights)
+            return
+        center = self._packed.gather() if at_weights else self._method.center()
+        state = {**self._method.state_dict(), "center": center.clone()}
+        self._method.load_state_dict({**state, "step": step, "version": num_exchanges})
+
+    def _restart_served(
+        self, hosting: Hosting, step: int, num_exchanges: int, at_weights: bool
+    ) -> None:
+        center = self._packed.gather().to("cpu") if at_weights else self._looked
+        assert center is not None, "a load asks for the centre first"
+        center = center.clone()
+        if self._wishes.mode in (ASYNC_SGD, HOGWILD_SGD):
+            self._set(center)  # what was done since the last exchange belongs to no version
+        self._group.barrier()
+        hosting.restore(center, self._velocity)
+        self._method.load_state_dict({"center": center, "step": step})
+        self._group.barrier()
+        self._num_before = num_exchanges - self._method.metrics().num_exchanges
+
+    def close(self) -> None:
+        """Let nothing be in flight."""
+        self._method.close()
+
+    def _named(self, flat: Tensor) -> dict[str, Tensor]:
+        views = self._packed.views(flat)
+        return {self._names[inner]: view for inner, view in views.items()}
+
+    def _set(self, flat: Tensor) -> None:
+        self._packed.gather().copy_(flat)
+        self._packed.scatter()
+
+
+@contextmanager
+def averaging_around(averaged: Averaged | None, lr: float) -> Iterator[None]:
+    """Take the force of an exchange before the step of an optimizer, and apply it after."""
+    if averaged is not None:
+        averaged.before_step(lr)
+    yield
+    if averaged is not None:
+        averaged.after_step(lr)
+
+
+def _holder(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a module that has just these tensors."""
+    holder = nn.Module()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            holder.register_parameter(_inner(name), tensor)
+        else:
+            holder.register_buffer(_inner(name), tensor)
+    return holder
+
+
+def _inner(name: str) -> str:
+    """Return a name without dots, which torch keeps for modules inside modules."""
+    return name.replace(".", "/")

@@ -1,0 +1,179 @@
+"""The executor of plans without a pipeline: the whole model on this rank, a step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ganglion.execute.comm import Group, World
+from ganglion.execute.device import peak_bytes
+from ganglion.execute.gradients import GradientReducer, global_norm
+from ganglion.execute.train.averaged import Averaged, averaging_around
+from ganglion.execute.train.executor import Share, StepResult
+from ganglion.execute.train.replica import Replica
+from ganglion.execute.update import Judge, Update, Verdict
+from ganglion.trace import COMPUTE, HOST, Recorder
+
+SetLr = Callable[[int], float]
+
+
+class ReplicaExecutor:
+    """Forward and backward of a step's microbatches, then clipping, update and agreement."""
+
+    def __init__(
+        self,
+        world: World,
+        replica: Replica,
+        reducer: GradientReducer,
+        update: Update,
+        recorder: Recorder,
+        *,
+        set_lr: SetLr,
+        judge: Judge,
+        device: torch.device,
+        norm_group: Group | None = None,
+        averaged: Averaged | None = None,
+        among: Group | None = None,
+    ) -> None:
+        """Join a replica with its gradients and their update; `set_lr(step)` sets the rate.
+
+        The `judge` says what becomes of gradients. With a `norm_group`, the ranks of it hold parts
+        of them; `averaged` weights are those of one worker. The ranks `among` agree on each
+        step, None for all.
+        """
+        self._world = world
+        self._replica = replica
+        self._reducer = reducer
+        self._update = update
+        self._recorder = recorder
+        self._set_lr = set_lr
+        self._judge = judge
+        self._device = device
+        self._norm_group = norm_group
+        self._averaged = averaged
+        self._among = among
+        self._step = 0
+        self._stop = False
+
+    def begin_at(self, step: int) -> None:
+        """Say that `step` updates have been made."""
+        self._step = step
+        self._replica.on_change()
+
+    def train(self, batch: Share) -> Iterator[StepResult]:
+        """Train on a batch and yield its result."""
+        step = self._step
+        self._recorder.step = step
+        if self._averaged is not None:
+            self._averaged.begin_pass()
+        self._update.begin()
+        loss = self._replica.forward_backward(batch, step, self._judge.scale_of(step))
+        lr = self._set_lr(step)
+        self._replica.done_reading()
+        if self._update.is_gradual and not self._judge.needs_norm:
+            verdict = self._update_gradually(step, lr)
+        else:
+            verdict = self._update_at_once(step, lr)
+        self._replica.on_change()
+        self._step += 1
+        yield self._agree(loss, verdict, lr)
+
+    def drain(self) -> Iterator[StepResult]:
+        """Yield nothing: a step is over when it is over."""
+        return iter(())
+
+    def older_weights(self) -> dict[str, Tensor]:
+        """Return nothing: only the newest weights are needed."""
+        return {}
+
+    def evaluate(self, batch: Share) -> float | None:
+        """Return the mean loss of this rank's share of a batch."""
+        with self._at_center():
+            return float(self._replica.evaluate(batch))
+
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Return what the newest weights make of some inputs."""
+        with self._at_center():
+            return self._replica.outputs(inputs)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop."""
+        self._stop = True
+
+    def gather_numbers(self, numbers: list[float]) -> Tensor:
+        """Return every rank's numbers."""
+        return self._world.gather_numbers(numbers)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return the gradients: there are no versions."""
+        return {"gradients": list(self._reducer.buffers)}
+
+    def close(self) -> None:
+        """Let go of the gradients."""
+        if self._averaged is not None:
+            self._averaged.close()
+        self._reducer.close()
+        self._update.close()
+        self._replica.close()
+
+    def _update_at_once(self, step: int, lr: float) -> Verdict:
+        """Update by the verdict on all gradients."""
+        self._reducer.wait()
+        with self._recorder.span(COMPUTE, "update", step=step):
+            verdict = self._judge.decide(step, self._norm())
+            if verdict.is_skipped:
+                self._update.skip()
+            else:
+                with averaging_around(self._averaged, lr):
+                    self._update.step(self._reducer.buffers, verdict.factor)
+        return verdict
+
+    def _update_gradually(self, step: int, lr: float) -> Verdict:
+        """Update with each gradient as soon as it is summed; their norm is for the report alone."""
+        with self._recorder.span(COMPUTE, "update", step=step):
+            with averaging_around(self._averaged, lr):
+                self._update.step(self._reducer.buffers, None, self._reducer.wait_bucket)
+            self._reducer.wait()
+            return self._judge.decide(step, self._norm())
+
+    @contextmanager
+    def _at_center(self) -> Iterator[None]:
+        """Compute with the weights of the centre, if there is one."""
+        if self._averaged is None:
+            yield
+            return
+        with self._averaged.center_weights():
+            self._replica.on_change()
+            yield
+        self._replica.on_change()
+
+    def _norm(self) -> Tensor:
+        """Return the norm of all gradients of the replica, of which this rank may have a part."""
+        if self._norm_group is None:
+            return global_norm(self._reducer.buffers)
+        total = torch.tensor([self._reducer.square_norm()], dtype=torch.float64)
+        self._norm_group.all_reduce(total).wait()
+        return total.sqrt()[0]
+
+    def _agree(self, loss: Tensor, verdict: Verdict, lr: float) -> StepResult:
+        """Exchange the few numbers of a step, so that every rank reports the same."""
+        numbers = (loss, self._stop, peak_bytes(self._device), verdict.norm)
+        mine = [float(number) for number in numbers]
+        with self._recorder.span(HOST, "agree", step=self._step - 1):
+            table = self._world.gather_numbers(mine, self._among)
+        return StepResult(
+            step=self._step,
+            loss=float(table[:, 0].mean()),
+            # Workers of elastic averaging have gradients of their own.
+            grad_norm=mine[3] if self._averaged is None else float(table[:, 3].mean()),
+            lr=lr,
+            peak_bytes=int(table[:, 2].max()),
+            stop_requested=bool(table[:, 1].any()),
+            finished_s=time.perf_counter(),
+            loss_scale=verdict.loss_scale,
+            skipped=verdict.is_skipped,
+        )

@@ -1,0 +1,42 @@
+"""Processes of a run that hold the centre: the last ones of a launch, outside of the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from ganglion.decide.plan import Plan
+from ganglion.decide.topology import Launch
+from ganglion.execute.averaging import own_address, server_place
+from ganglion.execute.averaging.served import CountingStore, ServerProcess
+from ganglion.execute.comm import open_store
+
+logger = logging.getLogger(__name__)
+
+
+def serve_centers(plan: Plan, launch: Launch, timeout_s: float = 300.0) -> bool:
+    """Serve until all workers have left, if this process is a server; return whether it was.
+
+    A script of its own calls it before `parallelize`, with what `read_launch` read.
+    """
+    if not plan.servers:
+        return False
+    place = server_place(launch, plan.servers)
+    if place is None:
+        return False
+    seen = ServerProcess(open_store(launch, timeout_s), place, timeout_s).serve(
+        listen_on=own_address(launch)
+    )
+    for number, metrics in enumerate(seen):
+        logger.info("served part %d of centre %d: %s", place, number, metrics)
+    return True
+
+
+def workers_of(launch: Launch, plan: Plan) -> Launch:
+    """Return the same launch without its servers."""
+    return dataclasses.replace(launch, num_ranks=launch.num_ranks - plan.servers)
+
+
+def store_of(launch: Launch, plan: Plan, timeout_s: float) -> CountingStore | None:
+    """Return where the workers of a plan find its servers, if it has any."""
+    return open_store(launch, timeout_s) if plan.servers else None

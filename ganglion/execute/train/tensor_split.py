@@ -1,0 +1,160 @@
+"""Splitting the blocks of a run over x, y and z, and what the rest of the run must know of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from ganglion.decide.topology import TENSOR_AXES, Mesh, ModelCuts, Placement
+from ganglion.execute.comm import Group, World, labelled, plain_group
+from ganglion.execute.gradients import Reach
+from ganglion.execute.models import (
+    LossFn,
+    cross_entropy,
+    make_real,
+    named_buffers,
+    named_parameters,
+    tensor_cuts,
+)
+from ganglion.execute.tensor import (
+    TensorReport,
+    TensorSettings,
+    Weights,
+    apply_tensor_parallel,
+    gather,
+    split_cross_entropy,
+)
+from ganglion.execute.train.cutting import serial_names
+from ganglion.execute.train.parts import RunRequest
+from ganglion.execute.update import SplitMatrices, over_pieces
+
+logger = logging.getLogger(__name__)
+
+
+def is_split(mesh: Mesh) -> bool:
+    """Say whether a mesh has tensor axes."""
+    return any(mesh.size(axis) > 1 for axis in TENSOR_AXES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splitting:
+    """What a run knows of its split: nothing, for a run without tensor axes.
+
+    `reach` says over which ranks each gradient is summed; `norm_group` has the ranks whose parts
+    of the gradient norm belong together; `whole_output` gathers what the last block returns.
+    """
+
+    reach: Reach | Mapping[str, Reach]
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    weights: Weights | None = None
+    report: TensorReport | None = None
+    norm_group: Group | None = None
+    whole_output: Callable[[Tensor], Tensor] = lambda output: output
+
+
+def unsplit(world: World, summed_axes: tuple[str, ...]) -> Splitting:
+    """Return what holds without tensor axes: gradients are summed over the replicas, if at all."""
+    return Splitting(reach=Reach(plain_group(world.group(*summed_axes))))
+
+
+def split_request(
+    request: RunRequest, cuts: ModelCuts | None, settings: TensorSettings
+) -> tuple[RunRequest, Splitting]:
+    """Return the request with split blocks and their loss; the given blocks are used up."""
+    world = request.world
+    if not is_split(world.mesh):
+        return request, unsplit(world, request.plan.summed_axes)
+    cuts = tensor_cuts(request.blocks) if cuts is None else cuts
+    names = (*named_parameters(request.blocks), *named_buffers(request.blocks))
+    split = apply_tensor_parallel(request.blocks, world, cuts.modules, settings)
+    group = split.grid.group(cuts.output_axis, "output")
+    # Of its own: what an update exchanges must not queue behind gathers of layers.
+    together = world.group(*TENSOR_AXES, use="updates")
+    placements = {name: split.report.placements[name] for name in names}
+    splitting = Splitting(
+        reach=_reaches(placements, world, request.plan.summed_axes),
+        placements=placements,
+        weights=split.weights,
+        report=split.report,
+        norm_group=plain_group(together),
+        whole_output=lambda output: gather(output, group, cuts.output_dim),
+    )
+    loss_fn = _split_loss(request.loss_fn, group, cuts.output_dim)
+    matrices = SplitMatrices(labelled(together, "muon"), world.mesh, placements)
+    factory = over_pieces(request.optimizer_factory, matrices)
+    made = dataclasses.replace(
+        request, blocks=split.blocks, loss_fn=loss_fn, optimizer_factory=factory
+    )
+    return made, splitting
+
+
+def choose_kept(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
+    """Decide what stays gathered of the named blocks, those that this rank computes.
+
+    Their weights must be stored in the precision of the plan: it decides how many fit.
+    """
+    if splitting.weights is None or splitting.report is None:
+        return
+    held = serial_names(request.blocks, tuple(block_names))
+    splitting.report.kept = splitting.weights.choose_kept(held.values())
+    if request.world.rank == 0:
+        logger.info("tensor parallelism:\n%s", splitting.report)
+
+
+def share_pieces(
+    request: RunRequest,
+    splitting: Splitting,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    wholly: bool,
+) -> None:
+    """Put stored weights where ranks along z can read each other's without a copy between.
+
+    Workers that are averaged pack their weights into memory of their own.
+    """
+    if splitting.weights is not None and not request.plan.averages:
+        splitting.weights.share(parameters.values(), wholly=wholly)
+
+
+def make_blocks_real(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
+    """Give the named blocks memory and initial weights, if they were built without."""
+    if request.initial is None:
+        return
+    names = tuple(block_names)
+    tensors: dict[str, Tensor] = dict(serial_names(request.blocks, names))
+    for name in names:
+        tensors |= request.blocks[name].named_buffers(prefix=name)
+    make_real(tensors, request.initial, splitting.placements, request.world, request.device)
+
+
+def _reaches(
+    placements: Mapping[str, Placement], world: World, summed_axes: tuple[str, ...]
+) -> dict[str, Reach]:
+    """Return over which ranks each gradient is summed: copies of it along `summed_axes`.
+
+    All groups are made first, in one order: stages have different parameters, and every rank must
+    take part in making every group.
+    """
+    wanted: tuple[tuple[str, ...], ...] = (("data",), ("data", "z"))
+    # Of their own: when a sum starts depends on messages, while layers gather in a fixed order.
+    groups = {
+        axes: plain_group(world.group(*({*axes} & {*summed_axes}), use="gradients"))
+        for axes in wanted
+    }
+    return {
+        name: Reach(groups[tuple(sorted(place.replicated))], place.num_copies(world.mesh))
+        for name, place in placements.items()
+    }
+
+
+def _split_loss(loss_fn: LossFn, group: Group | None, dim: int) -> LossFn:
+    """Return a loss of split outputs: our own without gathering them, any other on the whole."""
+    if group is None:
+        return loss_fn
+    if loss_fn is cross_entropy and dim == -1:
+        return lambda output, target: split_cross_entropy(output, target, group)
+    return lambda output, target: loss_fn(gather(output, group, dim), target)

@@ -1,0 +1,186 @@
+"""Updates whose optimizer state lives on a lower tier and comes in bucket by bucket.
+
+The optimizers are the ones that the factory built, with their groups, rates and names; their state
+are views of the tier. The arithmetic is that of the resident update, to the last bit. Buckets are
+updated in the order in which backward finishes gradients, the last layers first; a bucket waits for
+its own gradients alone if nothing (clipping, a loss scale) needs all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ganglion.execute.gradients import GradientBuckets
+from ganglion.execute.offload import (
+    Conveyor,
+    Member,
+    OptimizerFreight,
+    ResidentWeights,
+    StateStore,
+    Weights,
+    open_tier,
+)
+from ganglion.execute.update.feedback import ErrorFeedback
+from ganglion.execute.update.optimizers import OptimizerFactory
+from ganglion.execute.update.updating import PlainUpdate, Wait, state_tensors
+from ganglion.execute.update.versions import WeightVersions
+from ganglion.trace import Recorder
+from ganglion.units import MIB
+
+logger = logging.getLogger(__name__)
+BUCKET_SIZE = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadSettings:
+    """How state is moved: where files of the disk tier go, and the elements of one bucket."""
+
+    folder: Path = field(default_factory=Path)
+    bucket_size: int = BUCKET_SIZE
+
+
+class StateOnTier:
+    """The state of some parameters on a tier of their own, and what moves it."""
+
+    is_gradual = True
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tier: str,
+        settings: OffloadSettings,
+        device: torch.device,
+        recorder: Recorder,
+        timeout_s: float,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Open the tier for trainable `parameters`; `dtype` is that of the state, if not theirs."""
+        self.names = list(parameters)[::-1]
+        self.members = [
+            Member(name, tuple(parameters[name].shape), dtype or parameters[name].dtype)
+            for name in self.names
+        ]
+        self.device = device
+        self._settings = settings
+        self._recorder = recorder
+        self._timeout_s = timeout_s
+        self.store = StateStore(open_tier(tier, settings.folder, device), self.members)
+
+    def carry(
+        self,
+        optimizers: Sequence[Optimizer],
+        templates: Mapping[str, nn.Parameter],
+        weights: Weights,
+        chunk_of: Mapping[str, int],
+    ) -> None:
+        """Move the state of optimizers from now on.
+
+        `templates` are their parameters, and `chunk_of` tells in which bucket each gradient is
+        summed.
+        """
+        self._optimizers = optimizers
+        self.freight = OptimizerFreight(
+            optimizers,
+            self.members,
+            [templates[name] for name in self.names],
+            self.store,
+            weights,
+            self._settings.bucket_size,
+            self.device,
+        )
+        needed = [
+            max(chunk_of[self.names[part.member]] for part in bucket.slices)
+            for bucket in self.freight.buckets
+        ]
+        # A bucket is updated after those before it, so it needs what they need.
+        self._chunk_of = [max(needed[: number + 1]) for number in range(len(needed))]
+        self._conveyor = Conveyor(self.freight, self.device, self._recorder, self._timeout_s)
+        logger.info(
+            "optimizer state on %s: %.1f MiB, moved in buckets of %.1f MiB an entry (%d of them)",
+            self.store.describe(),
+            self.store.num_bytes / MIB,
+            self.freight.slot_bytes / MIB,
+            len(self.freight.buckets),
+        )
+
+    def begin(self) -> None:
+        """Begin to read the first buckets, unless that is done."""
+        if not self._conveyor.is_begun:
+            self.freight.prepare()
+            self._conveyor.begin(self._chunk_of)
+
+    def update(self, wait: Wait) -> None:
+        """Update all buckets; `wait(n)` returns when a bucket of gradients holds its sums."""
+        self.begin()
+        self._conveyor.run(wait)
+        self.freight.commit()
+
+    def check(self) -> None:
+        """Refuse to go on, or to be saved, after an update that failed half-way."""
+        self._conveyor.check()
+
+    def on_load(self) -> None:
+        """Take state that was loaded to the tier, if it is not there already."""
+        self._conveyor.cancel()
+        self.freight.adopt()
+        self.store.release()
+
+    def on_saved(self) -> None:
+        """Give back the memory that reading the state took."""
+        self.store.release()
+
+    def room(self, name: str, entry: str) -> Tensor | None:
+        """Return where a load should put an entry that is shaped like its parameter."""
+        return self.freight.view(self.names.index(name), entry) if name in self.names else None
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return the tier, the buckets in flight, and what stays in memory, by category."""
+        return {
+            "lower_tier": self.store.tensors(),
+            "buckets": self.freight.rooms(),
+            "moments": state_tensors(self._optimizers),
+        }
+
+    def close(self) -> None:
+        """End the threads, and give back what the tier holds."""
+        self._conveyor.close()
+        self.store.close()
+
+
+class OffloadedUpdate(PlainUpdate):
+    """Optimizers on the parameters themselves, with their state on a tier."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        factory: OptimizerFactory,
+        buckets: GradientBuckets,
+        state: StateOnTier,
+        versions: WeightVersions | None = None,
+        feedback: ErrorFeedback | None = None,
+    ) -> None:
+        """Build optimizers for trainable `parameters`, whose gradients `buckets` reduce.
+
+        With `versions` each step makes the next one, corrected by `feedback`.
+        """
+        super().__init__(parameters, factory, versions, feedback, state)
+        weights = ResidentWeights([self._optimized[name] for name in state.names])
+        state.carry(self.optimizers, self._optimized, weights, chunks_of(parameters, buckets))
+
+
+def chunks_of(parameters: Mapping[str, nn.Parameter], buckets: GradientBuckets) -> dict[str, int]:
+    """Return in which bucket the gradient of each parameter is summed, by its name."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return {
+        names[id(buckets.parameters[member])]: number
+        for number, bucket in enumerate(buckets.layout)
+        for member in bucket.members
+    }
