@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.leftovers import (
+from tests.support.leftovers import (
     Leftovers,
     abandoned_segments,
     adopt_orphans,
     own_temporary_folder,
     segments,
 )
-from tests.profiles import load_profile
+from tests.support.profiles import load_profile
 
 load_profile()
 

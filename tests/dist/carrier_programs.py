@@ -19,8 +19,8 @@ from torch import Tensor
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import SUM, Arrival, Handle, World
 from ganglion.trace import Recorder
-from tests.messages import contents, make_tensor
 from tests.single.test_shm_group_parts import plain, plain_tree
+from tests.support.messages import contents, make_tensor
 
 MESH = Mesh(data=2, x=2)
 NUM_RANKS = MESH.num_ranks

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Ranks
-from tests.leftovers import hydra_files, remove_what_dead_mpi_jobs_left
+from tests.support.harness import Ranks
+from tests.support.leftovers import hydra_files, remove_what_dead_mpi_jobs_left
 
 
 @pytest.fixture(scope="session")

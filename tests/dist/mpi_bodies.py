@@ -33,8 +33,8 @@ from ganglion.execute.comm import MAX, SUM, torch_world
 from ganglion.execute.comm.mpi.group import EAGER_BYTES
 from ganglion.execute.comm.mpi.world import MpiMeeting, mpi_launch
 from ganglion.execute.comm.reduce_order import combine, combine_by_tree
-from tests.command import TINY, metrics_of
 from tests.dist.test_comm_gloo import every_collective
+from tests.support.command import TINY, metrics_of
 
 TIMEOUT_S = 60.0
 FOUR_STEPS = ["--train.steps", "4"]

@@ -1,4 +1,4 @@
-"""Ranks under mpiexec that run bodies one after the other, as those of tests.harness do.
+"""Ranks under mpiexec that run bodies one after the other, as those of tests.support.harness do.
 
 Every rank connects to a Unix socket of the test, which then is its pipe:
 
@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 
-from tests.command import environment
-from tests.harness import START_DEADLINE_S, RankFailed, RankPool, call
-from tests.warm_python import warm_python
+from tests.support.command import environment
+from tests.support.harness import START_DEADLINE_S, RankFailed, RankPool, call
+from tests.support.warm_python import warm_python
 
 _SOCKET = "pipe"
 _PARTING_S = 5.0

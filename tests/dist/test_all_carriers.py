@@ -39,9 +39,9 @@ from tests.dist.carrier_programs import (
 )
 from tests.dist.mpi_pool import MpiPool, meeting
 from tests.dist.test_comm_gloo import every_collective
-from tests.harness import RankFailed, RankPool
-from tests.messages import make_tensor
-from tests.profiles import examples
+from tests.support.harness import RankFailed, RankPool
+from tests.support.messages import make_tensor
+from tests.support.profiles import examples
 
 pytestmark = pytest.mark.timeout(240)
 NUM_PROGRAMS = examples(50)

@@ -14,11 +14,18 @@ from ganglion import Plan
 from ganglion.execute.comm import World, torch_world
 from ganglion.execute.train import Run
 from ganglion.execute.train.averaged import AveragingSettings
-from tests.averaged import Weights, WorkerSaw, assert_equals, seen, train_averaged, train_workers
-from tests.command import TINY, ganglion, metrics_of
-from tests.harness import Ranks
-from tests.serial import History, assert_same_by_name, copies
-from tests.training import Case, make_batches, make_run, share_of
+from tests.support.averaged import (
+    Weights,
+    WorkerSaw,
+    assert_equals,
+    seen,
+    train_averaged,
+    train_workers,
+)
+from tests.support.command import TINY, ganglion, metrics_of
+from tests.support.harness import Ranks
+from tests.support.serial import History, assert_same_by_name, copies
+from tests.support.training import Case, make_batches, make_run, share_of
 
 SETTINGS = AveragingSettings(tau=2, alpha=0.3)
 CASE = Case(model="wide_gpt", num_steps=5, max_grad_norm=0.3, averaging=SETTINGS)

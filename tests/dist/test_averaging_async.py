@@ -30,8 +30,8 @@ from ganglion.execute.averaging.served.rules import Elastic
 from ganglion.execute.averaging.served.server import CenterServer
 from ganglion.execute.averaging.served.shards import ShardedCenter
 from ganglion.execute.averaging.served.snapshot import Snapshots, load_snapshot
-from tests.command import environment
-from tests.crew import DEADLINE_S, Crew, await_true
+from tests.support.command import environment
+from tests.support.crew import DEADLINE_S, Crew, await_true
 
 RUN, ALPHA = "processes", 0.25
 # Far longer than a test may take: a server that drops the dead by the deadline only is too late.
@@ -374,7 +374,7 @@ def race_under_mpi(folder: Path) -> None:
 def test_windows_of_mpi_are_a_centre_without_locks(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="needs pip install 'ganglion[mpi]'")
     from ganglion.cli.mpi import require_mpiexec
-    from tests.warm_python import warm_python
+    from tests.support.warm_python import warm_python
 
     command = [require_mpiexec(), "-n", "3", warm_python(), "-m", __name__, str(tmp_path)]
     done = subprocess.run(

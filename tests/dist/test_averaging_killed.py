@@ -24,7 +24,7 @@ from ganglion.errors import PeerLost
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.methods.outer import diloco
 from ganglion.execute.comm import World, torch_world
-from tests.crew import Crew
+from tests.support.crew import Crew
 
 BETA, DOOMED_AT, NUM_AFTER = 0.9, 5, 5
 # Far longer than a test may take: whoever hears of a death by the deadline only is too late.

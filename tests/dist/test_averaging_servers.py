@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ganglion.errors import ConfigError
 from ganglion.execute.averaging import ElasticAverage
-from tests.crew import DEADLINE_S, Crew, await_true
+from tests.support.crew import DEADLINE_S, Crew, await_true
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ganglion.decide.topology import Mesh
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.methods.outer import diloco
 from ganglion.execute.comm import World, torch_world
-from tests.averages import (
+from tests.support.averages import (
     Trained,
     assert_near,
     assert_same_bits,
@@ -25,8 +25,8 @@ from tests.averages import (
     train_threads,
     train_worker,
 )
-from tests.command import python, under_torchrun
-from tests.harness import Ranks
+from tests.support.command import python, under_torchrun
+from tests.support.harness import Ranks
 
 OUTER = {"diloco": diloco()}
 

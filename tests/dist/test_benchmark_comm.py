@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.command import environment, python
-from tests.warm_python import SERVERS, warm_python
+from tests.support.command import environment, python
+from tests.support.warm_python import SERVERS, warm_python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "comm.py"
 DEADLINE_S = 110

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import python
+from tests.support.command import python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
 DEADLINE_S = 110

@@ -15,11 +15,11 @@ from ganglion.decide.topology import Launch
 from ganglion.errors import CheckpointError
 from ganglion.execute.comm import World, open_world, torch_world
 from ganglion.execute.train import Run
-from tests.harness import Ranks
-from tests.pipelines import delayed
-from tests.serial import TOLERANCE, History, assert_same_by_name, copies
-from tests.tensors import Held, whole
-from tests.training import Case, make_batches, make_run, share_of, train_serial
+from tests.support.harness import Ranks
+from tests.support.pipelines import delayed
+from tests.support.serial import TOLERANCE, History, assert_same_by_name, copies
+from tests.support.tensors import Held, whole
+from tests.support.training import Case, make_batches, make_run, share_of, train_serial
 
 CASE = Case(model="wide_gpt", max_grad_norm=0.5, num_steps=4)
 SAVED_AT = 2

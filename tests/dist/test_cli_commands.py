@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import TINY, environment, ganglion
+from tests.support.command import TINY, environment, ganglion
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from ganglion import Plan
 from ganglion.decide.config import load_run_file, read_toml, resolve
-from tests.command import (
+from tests.support.command import (
     DEADLINE_S,
     TINY,
     cold,
@@ -21,7 +21,7 @@ from tests.command import (
     ganglion,
     metrics_of,
 )
-from tests.warm_process import WarmProcess
+from tests.support.warm_process import WarmProcess
 
 METRICS = {"step", "loss", "grad_norm", "tokens_per_s", "step_s", "lr", "peak_bytes"}
 TWO = ["train", *TINY, "--nproc", "2"]

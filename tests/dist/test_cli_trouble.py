@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command import (
+from tests.support.command import (
     DEADLINE_S,
     TINY,
     alive,
@@ -20,7 +20,7 @@ from tests.command import (
     start_cold,
     start_ganglion,
 )
-from tests.warm_process import WarmProcess
+from tests.support.warm_process import WarmProcess
 
 TWO = ["train", *TINY, "--nproc", "2", "--output.dir", "run"]
 LONG = [*TWO, "--train.steps", "100000"]

@@ -15,7 +15,7 @@ from ganglion import Plan
 from ganglion.cli.verify import serial_plan
 from ganglion.errors import ConfigError
 from ganglion.execute.checkpoint.differences import Told, compare, formula
-from tests.command import TINY, environment, python
+from tests.support.command import TINY, environment, python
 
 DEADLINE_S = 200  # two trainings, each with processes of its own
 pytestmark = pytest.mark.timeout(DEADLINE_S + 20)

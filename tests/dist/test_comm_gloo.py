@@ -13,7 +13,7 @@ from ganglion.decide.topology import Mesh
 from ganglion.errors import PeerLost, ProtocolError
 from ganglion.execute.comm import MAX, Group, World, run_threads, torch_world
 from ganglion.execute.comm.torch.group import new_group
-from tests.harness import RankFailed, Ranks
+from tests.support.harness import RankFailed, Ranks
 
 
 def on_mesh(world: World, mesh: Mesh) -> World:

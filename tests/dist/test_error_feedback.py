@@ -14,11 +14,11 @@ from ganglion import Plan
 from ganglion.errors import CheckpointError
 from ganglion.execute.comm import World, torch_world
 from ganglion.execute.train import Run
-from tests.command import TINY, ganglion, metrics_of, under_torchrun
-from tests.harness import Ranks
-from tests.pipelines import delayed, merged, plan_for
-from tests.serial import TOLERANCE, History, assert_same_by_name, copies
-from tests.training import FACTORIES, Case, make_batches, make_run, share_of
+from tests.support.command import TINY, ganglion, metrics_of, under_torchrun
+from tests.support.harness import Ranks
+from tests.support.pipelines import delayed, merged, plan_for
+from tests.support.serial import TOLERANCE, History, assert_same_by_name, copies
+from tests.support.training import FACTORIES, Case, make_batches, make_run, share_of
 
 CASE = Case(
     dtype=torch.float32,

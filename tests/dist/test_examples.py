@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ganglion.decide.schedules.pipeline import SCHEDULES
-from tests.command import python, under_torchrun
+from tests.support.command import python, under_torchrun
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "own_loop.py")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ganglion.execute.comm import World
-from tests.harness import RankFailed, Ranks
+from tests.support.harness import RankFailed, Ranks
 
 
 def pid_and_sum(world: World) -> tuple[int, float]:

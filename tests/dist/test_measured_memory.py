@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import ganglion
+from tests.support.command import ganglion
 
 SMALL = (
     *("--model.layers", "2", "--model.hidden", "32", "--model.heads", "2"),

@@ -17,7 +17,7 @@ from ganglion.errors import ConfigError
 from ganglion.execute.comm import MAX, World, run_threads, torch_world
 from ganglion.execute.comm.choice import choose_way
 from ganglion.execute.comm.hosts import HostMap, this_host
-from tests.harness import RankFailed, Ranks
+from tests.support.harness import RankFailed, Ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 

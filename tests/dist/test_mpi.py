@@ -22,10 +22,10 @@ import pytest
 
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import run_threads
-from tests.command import TINY, alive, environment, metrics_of
 from tests.dist.test_comm_gloo import every_collective
-from tests.warm_process import WarmProcess
-from tests.warm_python import SERVERS, warm_python
+from tests.support.command import TINY, alive, environment, metrics_of
+from tests.support.warm_process import WarmProcess
+from tests.support.warm_python import SERVERS, warm_python
 
 pytest.importorskip("mpi4py", reason="needs pip install 'ganglion[mpi]'")
 from ganglion.cli.mpi import require_mpiexec

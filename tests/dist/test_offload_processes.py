@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ganglion.execute.checkpoint import latest_checkpoint
-from tests.command import TINY, ganglion, metrics_of, python
 from tests.dist.offload_programs import batches, make_run, train
+from tests.support.command import TINY, ganglion, metrics_of, python
 
 pytestmark = pytest.mark.timeout(200)
 

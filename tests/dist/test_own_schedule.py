@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import TINY, ganglion, metrics_of
 from tests.dist.test_examples import ROOT, losses, run_example
+from tests.support.command import TINY, ganglion, metrics_of
 
 SCRIPT = str(ROOT / "examples" / "own_schedule.py")
 EAGER = "own_schedule:Eager"

@@ -14,11 +14,11 @@ from ganglion import parallelize
 from ganglion.errors import GanglionError
 from ganglion.execute.comm import World, torch_world
 from ganglion.execute.models import cross_entropy
-from tests.command import TINY, ganglion
-from tests.harness import RankFailed, Ranks
-from tests.pipelines import CASE, plan_for
 from tests.single.test_pipeline_faults import broken_parts
-from tests.training import OPTIMIZERS, make_batches, share_of
+from tests.support.command import TINY, ganglion
+from tests.support.harness import RankFailed, Ranks
+from tests.support.pipelines import CASE, plan_for
+from tests.support.training import OPTIMIZERS, make_batches, share_of
 
 LONG = dataclasses.replace(CASE, num_steps=200, global_batch_size=8)
 # Far longer than a test may take: whoever is told by the deadline only is told too late.

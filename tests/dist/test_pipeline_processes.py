@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from ganglion import Plan
 from ganglion.execute.comm import World, torch_world
-from tests.command import TINY, ganglion, metrics_of, under_torchrun
-from tests.harness import Ranks
-from tests.pipelines import CASE, merged, plan_for, serial_of, train_at_once
-from tests.serial import History, assert_same_history
-from tests.training import Case, train_parallel
+from tests.support.command import TINY, ganglion, metrics_of, under_torchrun
+from tests.support.harness import Ranks
+from tests.support.pipelines import CASE, merged, plan_for, serial_of, train_at_once
+from tests.support.serial import History, assert_same_history
+from tests.support.training import Case, train_parallel
 
 
 def train_on(world: World, plan: Plan, case: Case, transport: str) -> History:

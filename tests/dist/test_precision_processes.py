@@ -12,11 +12,11 @@ from torch import Tensor
 from ganglion import Plan
 from ganglion.decide.plan import BF16_MASTER, FP16_MASTER
 from ganglion.execute.comm import World, torch_world
-from tests.halves import train_in_half
-from tests.harness import Ranks
-from tests.serial import assert_same_by_name, copies
 from tests.single.test_loss_scaling import CASE, SPOILED, spoil
-from tests.training import make_batches, make_run, share_of
+from tests.support.halves import train_in_half
+from tests.support.harness import Ranks
+from tests.support.serial import assert_same_by_name, copies
+from tests.support.training import make_batches, make_run, share_of
 
 Found = tuple[list[bool], list[float | None], dict[str, Tensor]]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import DEADLINE_S, end_with_children, environment
-from tests.warm_process import WarmProcess
+from tests.support.command import DEADLINE_S, end_with_children, environment
+from tests.support.warm_process import WarmProcess
 
 # A launcher whose ranks run `main` of the module `mine`, in the folder of a test.
 LAUNCH = """

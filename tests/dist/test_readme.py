@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import TINY, environment, python
+from tests.support.command import TINY, environment, python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ganglion import Plan, parallelize
 from ganglion.execute.comm import World, torch_world
 from ganglion.execute.train.offloaded_activations import ActivationSettings
-from tests.harness import Ranks
-from tests.pipelines import merged
-from tests.serial import History, assert_same_by_name, copies
 from tests.single.test_pipeline_shapes import serial, steps_of, train
-from tests.training import OPTIMIZERS
+from tests.support.harness import Ranks
+from tests.support.pipelines import merged
+from tests.support.serial import History, assert_same_by_name, copies
+from tests.support.training import OPTIMIZERS
 
 
 class Dropped(nn.Module):

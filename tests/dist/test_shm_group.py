@@ -22,7 +22,6 @@ from ganglion.execute.comm import MAX, SUM, World
 from ganglion.execute.comm.shm.group import ShmGroup
 from ganglion.execute.comm.shm.signals import Links
 from ganglion.execute.comm.shm.unix_mesh import connect_mesh
-from tests.harness import DEADLINE_S, RankFailed, RankPool, Ranks
 from tests.single.test_shm_group_parts import (
     DTYPES,
     KINDS,
@@ -35,6 +34,7 @@ from tests.single.test_shm_group_parts import (
     same_bits,
     start,
 )
+from tests.support.harness import DEADLINE_S, RankFailed, RankPool, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -11,11 +11,11 @@ import pytest
 
 from ganglion import Plan
 from ganglion.execute.comm import World, torch_world
-from tests.harness import Ranks
-from tests.pipelines import delayed
-from tests.serial import TOLERANCE, assert_same_by_name
-from tests.tensors import SETTINGS, Held, whole
-from tests.training import Case, train_serial, train_split_at_once
+from tests.support.harness import Ranks
+from tests.support.pipelines import delayed
+from tests.support.serial import TOLERANCE, assert_same_by_name
+from tests.support.tensors import SETTINGS, Held, whole
+from tests.support.training import Case, train_serial, train_split_at_once
 
 CASE = Case(model="wide_gpt", max_grad_norm=0.5)
 CELLS = [

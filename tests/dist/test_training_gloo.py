@@ -12,9 +12,9 @@ from ganglion import Plan
 from ganglion.execute.comm import World
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.train import Run
-from tests.harness import Ranks
-from tests.serial import TOLERANCE, History, assert_same_by_name, train_serially
-from tests.training import (
+from tests.support.harness import Ranks
+from tests.support.serial import TOLERANCE, History, assert_same_by_name, train_serially
+from tests.support.training import (
     OPTIMIZERS,
     Case,
     make_batches,

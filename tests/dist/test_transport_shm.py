@@ -35,9 +35,9 @@ from ganglion.execute.comm.shm.memory import Segment, slot_size
 from ganglion.execute.comm.shm.transport import ShmTransport, open_shm_transport
 from ganglion.execute.comm.shm.unix_mesh import connect_mesh
 from ganglion.trace import Recorder
-from tests.harness import RankFailed, Ranks
-from tests.messages import check_letters, exchange_checked, make_tensor, traffic
-from tests.profiles import examples
+from tests.support.harness import RankFailed, Ranks
+from tests.support.messages import check_letters, exchange_checked, make_tensor, traffic
+from tests.support.profiles import examples
 
 pytestmark = pytest.mark.timeout(100)
 MEBIBYTE = 1 << 20

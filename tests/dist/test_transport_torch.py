@@ -17,8 +17,8 @@ from ganglion.errors import PeerLost, ProtocolError
 from ganglion.execute.comm import World
 from ganglion.execute.comm.torch.transport import _RECORD_BYTES, TorchTransport
 from ganglion.trace import Recorder
-from tests.harness import RankFailed, Ranks
-from tests.messages import exchange_checked
+from tests.support.harness import RankFailed, Ranks
+from tests.support.messages import exchange_checked
 
 pytestmark = pytest.mark.timeout(100)
 

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.absent import without_torch
+from tests.support.absent import without_torch
 
 APART = without_torch()
 

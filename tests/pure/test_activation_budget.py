@@ -23,7 +23,7 @@ from ganglion.decide.predict import (
 from ganglion.decide.shapes import BlockActivations
 from ganglion.errors import ConfigError
 from ganglion.units import MIB
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 GPT: dict[str, Any] = {
     "model": {"layers": 6, "hidden": 256, "heads": 4, "vocab_size": 4096},

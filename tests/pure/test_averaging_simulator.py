@@ -47,7 +47,7 @@ from ganglion.decide.simulator.averaging.simulate import (
 )
 from ganglion.decide.simulator.disturbance import Disturbance
 from ganglion.errors import ConfigError
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 LINK = MessagePrice(message_s=0.01, byte_s=1e-4)
 BYTES = (100, 20, 30)

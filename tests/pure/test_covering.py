@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ganglion.decide.plan import Plan
-from tests.covering import Factors, Values, by_name, cells, covering, named, unfolded
+from tests.support.covering import Factors, Values, by_name, cells, covering, named, unfolded
 
 LAYOUTS = [
     Plan(x=x, y=y, z=z) for x, y, z in product((1, 2, 4, 8), repeat=3) if x * y * z in (2, 4, 8)

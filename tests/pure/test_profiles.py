@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.profiles import FEWEST, SMALL, VARIABLE, chosen, examples
+from tests.support.profiles import FEWEST, SMALL, VARIABLE, chosen, examples
 
 
 def drawn() -> list[int]:

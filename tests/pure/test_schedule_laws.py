@@ -18,9 +18,9 @@ from ganglion.decide.schedules.pipeline import (
 from ganglion.decide.schedules.pipeline.action import Action
 from ganglion.decide.schedules.pipeline.message_driven import PRIORITIES, TwoBW
 from ganglion.decide.schedules.pipeline.validate import Case, LawBroken, Step, check_laws
-from tests.profiles import examples
-from tests.random_driver import RandomDriver
-from tests.simulated import UNIT, run
+from tests.support.profiles import examples
+from tests.support.random_driver import RandomDriver
+from tests.support.simulated import UNIT, run
 
 NEVER_FLUSHING = ("two_bw", "stash")
 FLUSHING = tuple(name for name in SCHEDULES if name not in NEVER_FLUSHING)

@@ -21,7 +21,7 @@ from ganglion.decide.schedules.pipeline import (
 from ganglion.decide.schedules.pipeline.action import Message, Order, action, parse_action
 from ganglion.errors import ConfigError, GanglionError, LayoutError
 from ganglion.trace import render_grid
-from tests.simulated import run
+from tests.support.simulated import run
 
 
 def orders(name: str, num_ranks: int, m: int, options: ScheduleOptions | None = None) -> list[str]:

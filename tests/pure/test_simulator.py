@@ -24,7 +24,7 @@ from ganglion.decide.simulator import (
 from ganglion.decide.simulator.disturbance import end_of
 from ganglion.decide.simulator.links import SharedLink
 from ganglion.errors import ConfigError, LayoutError, ProtocolError
-from tests.simulated import UNIT, run
+from tests.support.simulated import UNIT, run
 
 
 def simulated(name: str, num_ranks: int, times: list[StageTimes], m: int, **around) -> Simulation:

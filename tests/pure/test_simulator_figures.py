@@ -9,7 +9,7 @@ import pytest
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import ScheduleOptions
 from ganglion.decide.schedules.pipeline.action import action
-from tests.simulated import UNIT, run
+from tests.support.simulated import UNIT, run
 
 
 class Profile(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ganglion.execute.comm.local.group
-from tests.absent import Absent, without_torch
+from tests.support.absent import Absent, without_torch
 
 
 def test_every_module_comes_back_the_same() -> None:

@@ -28,11 +28,11 @@ from ganglion.execute.offload.activation_tiers import ScratchFile, open_activati
 from ganglion.execute.offload.activations import ActivationOffload
 from ganglion.execute.pipeline import Chain, Stage, StageSettings, defer_weight_gradients
 from ganglion.execute.train.offloaded_activations import ActivationSettings
-from tests.covering import cells
-from tests.pipelines import CASE, plan_for, train_at_once
-from tests.serial import History, assert_same_by_name, copies
 from tests.single.test_memory_model import STEPS, allocated_peak, sample
-from tests.training import OPTIMIZERS, Case, share_of
+from tests.support.covering import cells
+from tests.support.pipelines import CASE, plan_for, train_at_once
+from tests.support.serial import History, assert_same_by_name, copies
+from tests.support.training import OPTIMIZERS, Case, share_of
 
 CPU = torch.device("cpu")
 SHORT = dataclasses.replace(CASE, num_steps=3, global_batch_size=8, dtype=torch.float32)

@@ -16,12 +16,12 @@ from ganglion.execute.averaging.methods.outer import OuterFactory, diloco, local
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.train.averaged import AveragingSettings
-from tests.averaged import assert_equals, train_averaged
-from tests.averaged import train_workers as written_out
-from tests.covering import cells
-from tests.serial import copies
-from tests.tensors import SETTINGS
-from tests.training import Case
+from tests.support.averaged import assert_equals, train_averaged
+from tests.support.averaged import train_workers as written_out
+from tests.support.covering import cells
+from tests.support.serial import copies
+from tests.support.tensors import SETTINGS
+from tests.support.training import Case
 
 CASE = Case(model="wide_mlp", num_steps=5, global_batch_size=8, max_grad_norm=0.3)
 LAYOUTS = [{}, {"x": 2}, {"z": 2}, {"y": 2, "z": 2}]

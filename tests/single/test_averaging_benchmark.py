@@ -20,7 +20,7 @@ from ganglion.decide.simulator.averaging import result as averaging_result
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
 from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
 from ganglion.execute.averaging.methods import method
-from tests.command import python
+from tests.support.command import python
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = FOLDER / "averaging.py"

@@ -16,7 +16,13 @@ from ganglion.execute.averaging.methods.compress import CompressedSum, make_code
 from ganglion.execute.averaging.methods.outer import diloco
 from ganglion.execute.averaging.methods.sums import Meter
 from ganglion.execute.comm import World, run_threads
-from tests.averages import assert_same_bits, make_model, plain_sgd, train_steps, train_threads
+from tests.support.averages import (
+    assert_same_bits,
+    make_model,
+    plain_sgd,
+    train_steps,
+    train_threads,
+)
 
 CODECS = ["bf16", "fp16", "int8"]
 WORST = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254}

@@ -24,7 +24,7 @@ from ganglion.execute.averaging.methods.sums import GroupSum, Meter
 from ganglion.execute.averaging.served import server
 from ganglion.execute.averaging.served.names import ServedOptions, center_server, join_center
 from ganglion.execute.comm import SoloGroup, World, run_threads
-from tests.averages import LR, assert_same_bits, make_model, train_threads, train_worker
+from tests.support.averages import LR, assert_same_bits, make_model, train_threads, train_worker
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 DEADLINE_S = 20.0

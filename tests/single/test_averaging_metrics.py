@@ -16,7 +16,7 @@ from ganglion.execute.averaging.methods.motion import Motion, distance
 from ganglion.execute.averaging.methods.outer import diloco
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.comm import World, run_threads
-from tests.averages import LR, batch, copies, loss_of, make_model, plain_sgd
+from tests.support.averages import LR, batch, copies, loss_of, make_model, plain_sgd
 
 LARGE = 70_000  # more than a block of the difference, and not a multiple of it
 

@@ -20,7 +20,7 @@ from ganglion.execute.averaging.served.rules import Additive
 from ganglion.execute.averaging.served.server import CenterServer
 from ganglion.execute.averaging.served.shards import ShardedCenter, shard_bounds
 from ganglion.execute.comm import World, run_threads
-from tests.averages import (
+from tests.support.averages import (
     LR,
     assert_same_bits,
     batch,

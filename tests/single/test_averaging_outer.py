@@ -13,7 +13,7 @@ from ganglion.errors import ConfigError
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.methods.outer import diloco, local_sgd, slow_momentum
 from ganglion.execute.comm import World, run_threads
-from tests.averages import (
+from tests.support.averages import (
     LR,
     Weights,
     assert_near,

@@ -12,7 +12,7 @@ from torch import nn
 
 from ganglion.errors import ConfigError
 from ganglion.execute.averaging.methods.packed import Packed
-from tests.averages import batch, copies, loss_of, make_model
+from tests.support.averages import batch, copies, loss_of, make_model
 
 
 class Mixed(nn.Module):

@@ -14,7 +14,7 @@ from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.methods.outer import diloco
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.comm.local.group import LocalHub
-from tests.averages import (
+from tests.support.averages import (
     LR,
     Weights,
     assert_near,

@@ -15,7 +15,7 @@ from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.methods.method import BREAKDOWN
 from ganglion.execute.averaging.methods.outer import local_sgd
 from ganglion.execute.comm import World, run_threads
-from tests.averages import (
+from tests.support.averages import (
     LR,
     assert_same_bits,
     batch,

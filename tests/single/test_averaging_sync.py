@@ -10,7 +10,7 @@ from ganglion.decide.topology import Mesh
 from ganglion.errors import CommError, PeerLost
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.comm import World, run_threads
-from tests.averages import (
+from tests.support.averages import (
     LR,
     assert_near,
     assert_same_bits,

@@ -10,7 +10,7 @@ from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.execute.averaging.methods.tree import TreeGroup
 from ganglion.execute.comm import MAX, Faults, World, run_threads
 from ganglion.execute.comm.reduce_order import combine_by_tree
-from tests.averages import assert_same_bits, train_threads
+from tests.support.averages import assert_same_bits, train_threads
 
 
 def tree_of(world: World, timeout_s: float = 10.0) -> TreeGroup:

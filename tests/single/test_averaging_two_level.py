@@ -12,7 +12,7 @@ from ganglion.errors import LayoutError
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.methods.outer import diloco
 from ganglion.execute.comm import World, run_threads
-from tests.averages import (
+from tests.support.averages import (
     LR,
     Weights,
     assert_near,

@@ -22,7 +22,7 @@ from ganglion.execute.averaging.served.shards import ShardedCenter
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.measure.memory_watch import held_bytes
 from ganglion.execute.train.averaged import AveragingSettings
-from tests.training import SHAPES, Case, make_batches, make_run, share_of
+from tests.support.training import SHAPES, Case, make_batches, make_run, share_of
 
 CASE = Case(model="wide_gpt", num_steps=3, global_batch_size=12, averaging=AveragingSettings(tau=1))
 DEADLINE_S = 20.0

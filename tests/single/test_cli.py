@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import ganglion as package
-from tests.answers import TorchlessCommand, ganglion
-from tests.command import TINY
-from tests.command import ganglion as started
+from tests.support.answers import TorchlessCommand, ganglion
+from tests.support.command import TINY
+from tests.support.command import ganglion as started
 
 torchless = TorchlessCommand()
 

@@ -13,8 +13,8 @@ from ganglion.decide.config import load_run_file, read_toml
 from ganglion.decide.config.resolve import resolve
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict import MemoryOptions, expected_shape, predicted_memory
-from tests.answers import TorchlessCommand
-from tests.answers import ganglion as answer
+from tests.support.answers import TorchlessCommand
+from tests.support.answers import ganglion as answer
 
 RUN = """
 [model]

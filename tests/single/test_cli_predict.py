@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ganglion.decide.plan import Plan
-from tests.answers import TorchlessCommand
-from tests.answers import ganglion as answer
+from tests.support.answers import TorchlessCommand
+from tests.support.answers import ganglion as answer
 
 RUN = """
 [model]

@@ -17,7 +17,7 @@ from ganglion.execute.comm import World, run_threads
 from ganglion.execute.train.averaged import AveragingSettings
 from ganglion.execute.train.drifting import Notices
 from ganglion.execute.train.executor import Share, StepResult
-from tests.training import Case, make_batches, make_run, share_of
+from tests.support.training import Case, make_batches, make_run, share_of
 
 CASE = Case(
     model="mlp", num_steps=12, global_batch_size=8, averaging=AveragingSettings(tau=1, beta=0.5)

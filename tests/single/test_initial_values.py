@@ -31,7 +31,7 @@ from ganglion.execute.models import (
 from ganglion.execute.models import initial as initial_module
 from ganglion.execute.models.initial import _key, fill
 from ganglion.execute.models.layer_defaults import torch_defaults
-from tests.training import SHAPES
+from tests.support.training import SHAPES
 
 NAME = "layers.3.mlp.up.weight"
 MASK = (1 << 64) - 1

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import leftovers
-from tests.leftovers import SHARED_MEMORY, abandoned_segments, segments
+from tests.support import leftovers
+from tests.support.leftovers import SHARED_MEMORY, abandoned_segments, segments
 
 GRACE_S = 0.3
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import ganglion
 from ganglion.errors import CheckpointError, ConfigError, DataError, LayoutError
-from tests.command import environment
+from tests.support.command import environment
 
 
 def make_run(plan: ganglion.Plan | None = None, **options: object) -> ganglion.Run:

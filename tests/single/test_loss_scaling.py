@@ -18,11 +18,11 @@ from ganglion.decide.schedules.loss_scale import LossScale
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.train import Run, StepResult
 from ganglion.execute.update.verdict import Judge
-from tests.covering import by_name, cells
-from tests.halves import Scale, train_in_half
-from tests.pipelines import plan_for
-from tests.serial import assert_same_by_name, copies
-from tests.training import Case, make_batches, make_run, share_of
+from tests.support.covering import by_name, cells
+from tests.support.halves import Scale, train_in_half
+from tests.support.pipelines import plan_for
+from tests.support.serial import assert_same_by_name, copies
+from tests.support.training import Case, make_batches, make_run, share_of
 
 CASE = Case(num_steps=5, global_batch_size=16, dtype=torch.float32)
 SPOILED = 2  # the batch in which a gradient overflows

@@ -45,8 +45,8 @@ from ganglion.execute.train.pipelined import PipelineExecutor
 from ganglion.execute.train.replica_executor import ReplicaExecutor
 from ganglion.execute.update.precision import WideLoss
 from ganglion.trace import Recorder
-from tests.covering import Values, cells, named
-from tests.training import SHAPES, Case, make_batches, make_run, share_of
+from tests.support.covering import Values, cells, named
+from tests.support.training import SHAPES, Case, make_batches, make_run, share_of
 
 # --- parameters, versions, gradients, moments ----------------------------------------------------
 

@@ -16,9 +16,9 @@ from ganglion.execute.offload.activation_tiers import ScratchFile
 from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.train.offloaded_activations import ActivationSettings
 from ganglion.execute.update.offloaded import OffloadSettings
-from tests.covering import cells
-from tests.serial import History, assert_same_by_name
-from tests.training import Case, make_run, train_split_at_once
+from tests.support.covering import cells
+from tests.support.serial import History, assert_same_by_name
+from tests.support.training import Case, make_run, train_split_at_once
 
 pytestmark = pytest.mark.timeout(120)
 

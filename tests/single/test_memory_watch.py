@@ -26,7 +26,7 @@ from ganglion.execute.models import cross_entropy
 from ganglion.execute.train import parallelize
 from ganglion.execute.update.offloaded import OffloadSettings
 from tests.single.test_memory_model import STATES, Layouts, plan_of, told
-from tests.training import FACTORIES, SHAPES, make_batches, make_model, make_run, share_of
+from tests.support.training import FACTORIES, SHAPES, make_batches, make_model, make_run, share_of
 
 # "center" is padded, and counted in test_center_memory.py.
 COUNTED = ("weights", "versions", "gradients", "master", "moments", "buckets")

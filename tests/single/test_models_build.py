@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from ganglion.reference import load_function
 from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.execute.models import (
@@ -25,6 +24,7 @@ from ganglion.execute.models import (
     loss_function,
     mse,
 )
+from ganglion.reference import load_function
 
 USER_MODULE = """
 from torch import nn

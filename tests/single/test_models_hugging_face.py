@@ -24,9 +24,9 @@ from ganglion.execute.models.hugging_face import (
     hugging_face_names,
     hugging_face_state_dict,
 )
-from tests.absent import Absent
-from tests.hugging_face import Logits
-from tests.serial import assert_same_by_name, copies, train_serially
+from tests.support.absent import Absent
+from tests.support.hugging_face import Logits
+from tests.support.serial import assert_same_by_name, copies, train_serially
 
 transformers = pytest.importorskip(
     "transformers", reason="needs the extra `hf`: pip install 'ganglion[hf]'"

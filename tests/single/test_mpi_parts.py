@@ -19,8 +19,8 @@ from ganglion.cli import mpi
 from ganglion.errors import ConfigError, LaunchError, PeerLost
 from ganglion.execute.comm.mpi.blocks import LARGE_BYTES, MAX_KEPT, Blocks
 from ganglion.execute.comm.mpi.progress import Activity, Progress
-from tests.absent import Absent
-from tests.command import DEADLINE_S, environment
+from tests.support.absent import Absent
+from tests.support.command import DEADLINE_S, environment
 
 
 class Countdown:

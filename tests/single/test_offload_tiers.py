@@ -16,7 +16,7 @@ from ganglion.errors import CommError, ConfigError, OffloadError
 from ganglion.execute.offload import DiskTier, HostTier, Region, Tier, open_tier
 from ganglion.execute.offload import disk as disk_module
 from ganglion.execute.offload.tier import PAGE_BYTES, page_buffer
-from tests.offloading import (
+from tests.support.offloading import (
     FACTORIES,
     Offloaded,
     Part,

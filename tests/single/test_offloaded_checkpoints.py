@@ -16,8 +16,8 @@ from ganglion.errors import OffloadError
 from ganglion.execute.checkpoint import latest_checkpoint
 from ganglion.execute.comm import open_world
 from ganglion.execute.update.offloaded import OffloadSettings
-from tests.serial import Batch, assert_same_by_name, copies
-from tests.training import Case, make_batches, make_run
+from tests.support.serial import Batch, assert_same_by_name, copies
+from tests.support.training import Case, make_batches, make_run
 
 pytestmark = pytest.mark.timeout(120)
 CASE = Case(model="wide_mlp", dtype=torch.float32, num_steps=8, bucket_mib=0.02)

@@ -12,9 +12,9 @@ from ganglion import Plan
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.trace import HOST, Event, Recorder
-from tests.covering import by_name, cells
-from tests.serial import History, assert_same_by_name, copies
-from tests.training import Case, make_batches, make_run, share_of
+from tests.support.covering import by_name, cells
+from tests.support.serial import History, assert_same_by_name, copies
+from tests.support.training import Case, make_batches, make_run, share_of
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,7 @@ import torch
 
 from ganglion.decide.schedules.buckets.program import NUM_SLOTS
 from ganglion.trace import Recorder
-from tests.offloading import (
+from tests.support.offloading import (
     FACTORIES,
     Offloaded,
     Part,

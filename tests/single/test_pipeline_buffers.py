@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from ganglion import Plan, parallelize
 from ganglion.execute.comm import World, run_threads
-from tests.pipelines import FLUSHING, merged
-from tests.serial import (
+from tests.support.pipelines import FLUSHING, merged
+from tests.support.serial import (
     Batch,
     History,
     assert_same_by_name,
@@ -22,7 +22,7 @@ from tests.serial import (
     copies,
     load_weights,
 )
-from tests.training import OPTIMIZERS, Watch, share_of
+from tests.support.training import OPTIMIZERS, Watch, share_of
 
 NUM_STEPS, WIDTH = 4, 6
 

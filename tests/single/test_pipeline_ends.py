@@ -14,9 +14,9 @@ from ganglion.execute.comm import Arrival, Group, World, run_threads
 from ganglion.execute.pipeline import Engine
 from ganglion.execute.train.assemble import _lag
 from ganglion.trace import Recorder
-from tests.covering import cells
-from tests.pipelines import CASE, plan_for
-from tests.training import Case, make_batches, make_run, share_of
+from tests.support.covering import cells
+from tests.support.pipelines import CASE, plan_for
+from tests.support.training import Case, make_batches, make_run, share_of
 
 
 def train_without_meeting(world: World, plan: Plan, case: Case) -> int:

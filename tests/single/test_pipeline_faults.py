@@ -22,8 +22,8 @@ from ganglion.execute.comm import Faults, World, run_threads
 from ganglion.execute.comm.local.transport import LocalTransport
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.pipeline.ledger import Ledger
-from tests.covering import cells
-from tests.pipelines import (
+from tests.support.covering import cells
+from tests.support.pipelines import (
     CASE,
     FLUSHING,
     assert_equals,
@@ -31,7 +31,7 @@ from tests.pipelines import (
     plan_for,
     serial_of,
 )
-from tests.training import OPTIMIZERS, Case, make_batches, make_model, share_of
+from tests.support.training import OPTIMIZERS, Case, make_batches, make_model, share_of
 
 SCHEDULES = (*FLUSHING, "two_bw", "stash")
 SMALL = dataclasses.replace(CASE, num_steps=2, global_batch_size=4)

@@ -16,7 +16,7 @@ from ganglion.errors import ProtocolError
 from ganglion.execute.comm import Arrival, Header, World, run_threads
 from ganglion.execute.models import generate
 from ganglion.execute.pipeline.predictions import Predictions
-from tests.training import Case, make_batches, make_model, make_run, share_of
+from tests.support.training import Case, make_batches, make_model, make_run, share_of
 
 CASE = Case(model="gpt", optimizer="sgd", num_steps=2)
 SAMPLES = TensorDataset(*(torch.cat(part) for part in zip(*make_batches(CASE), strict=True)))

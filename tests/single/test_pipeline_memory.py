@@ -22,8 +22,8 @@ from ganglion.execute.pipeline import Stage
 from ganglion.execute.train import Run
 from ganglion.execute.train.offloaded_activations import ActivationSettings
 from ganglion.execute.train.pipelined import PipelineExecutor
-from tests.serial import Batch
-from tests.training import OPTIMIZERS
+from tests.support.serial import Batch
+from tests.support.training import OPTIMIZERS
 
 LISTED = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
 SCHEDULES = (*LISTED, "message_driven", "two_bw", "stash")

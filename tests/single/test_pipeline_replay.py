@@ -30,8 +30,8 @@ from ganglion.decide.simulator import Simulation, simulate
 from ganglion.execute.comm import Arrival, Faults, Header, run_threads
 from ganglion.execute.pipeline import Engine
 from ganglion.trace import Event, Recorder
-from tests.pipelines import CASE, FLUSHING, plan_for
-from tests.training import Case, train_traced
+from tests.support.pipelines import CASE, FLUSHING, plan_for
+from tests.support.training import Case, train_traced
 
 LISTED = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
 DRIVEN = ("message_driven", "two_bw", "stash")

@@ -14,8 +14,8 @@ from ganglion.errors import DataError
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.train.executor import Share
-from tests.pipelines import FLUSHING, merged
-from tests.serial import (
+from tests.support.pipelines import FLUSHING, merged
+from tests.support.serial import (
     Batch,
     History,
     assert_same_by_name,
@@ -25,7 +25,7 @@ from tests.serial import (
     train_delayed,
     train_serially,
 )
-from tests.training import (
+from tests.support.training import (
     OPTIMIZERS,
     SHAPES,
     Case,

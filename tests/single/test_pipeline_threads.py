@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ganglion import parallelize
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.models import cross_entropy
-from tests.covering import cells
-from tests.pipelines import (
+from tests.support.covering import cells
+from tests.support.pipelines import (
     CASE,
     FLUSHING,
     assert_equals,
@@ -29,8 +29,8 @@ from tests.pipelines import (
     plan_for,
     serial_of,
 )
-from tests.serial import History, assert_same_history, copies, load_weights, train_serially
-from tests.training import (
+from tests.support.serial import History, assert_same_history, copies, load_weights, train_serially
+from tests.support.training import (
     OPTIMIZERS,
     Case,
     Watch,

@@ -13,13 +13,13 @@ from ganglion.errors import ConfigError
 from ganglion.execute.comm import run_threads
 from ganglion.execute.models import cross_entropy
 from ganglion.trace import Event
-from tests.pipelines import (
+from tests.support.pipelines import (
     CASE,
     assert_equals,
     assert_equals_delayed,
     plan_for,
 )
-from tests.training import (
+from tests.support.training import (
     OPTIMIZERS,
     Case,
     make_model,

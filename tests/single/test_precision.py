@@ -23,13 +23,13 @@ from ganglion.execute.offload.activations import Hooks
 from ganglion.execute.pipeline import Chain, WidenedCall
 from ganglion.execute.train.pipelined import PipelineExecutor
 from ganglion.execute.update.precision import take_masters
-from tests.covering import Values, cells
-from tests.halves import HALVES, train_in_half
-from tests.pipelines import FLUSHING, merged, plan_for, train_at_once
-from tests.serial import History, assert_same_by_name, copies
 from tests.single.test_memory_model import allocated_peak
-from tests.tensors import whole
-from tests.training import (
+from tests.support.covering import Values, cells
+from tests.support.halves import HALVES, train_in_half
+from tests.support.pipelines import FLUSHING, merged, plan_for, train_at_once
+from tests.support.serial import History, assert_same_by_name, copies
+from tests.support.tensors import whole
+from tests.support.training import (
     FACTORIES,
     OPTIMIZERS,
     Case,

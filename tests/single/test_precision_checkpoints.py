@@ -15,10 +15,10 @@ from ganglion.decide.topology import Mesh
 from ganglion.execute.checkpoint import latest_checkpoint, load_exported, read_specs
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.train import Run
-from tests.pipelines import plan_for
-from tests.serial import assert_same_by_name, copies
 from tests.single.test_loss_scaling import spoil, state_of
-from tests.training import Case, make_batches, make_model, make_run
+from tests.support.pipelines import plan_for
+from tests.support.serial import assert_same_by_name, copies
+from tests.support.training import Case, make_batches, make_model, make_run
 
 CASE = Case(num_steps=6, global_batch_size=16, dtype=torch.float32)
 

@@ -23,10 +23,10 @@ from ganglion.execute.pipeline import (
     WeightStore,
     defer_weight_gradients,
 )
-from tests.covering import cells
-from tests.pipelines import CASE, FLUSHING, merged, plan_for, train_at_once
-from tests.serial import Batch, History, assert_same_by_name, copies
-from tests.training import OPTIMIZERS, Case, share_of
+from tests.support.covering import cells
+from tests.support.pipelines import CASE, FLUSHING, merged, plan_for, train_at_once
+from tests.support.serial import Batch, History, assert_same_by_name, copies
+from tests.support.training import OPTIMIZERS, Case, share_of
 
 SCHEDULES = (*FLUSHING, "two_bw", "stash")
 SHORT = dataclasses.replace(CASE, num_steps=3, global_batch_size=8)

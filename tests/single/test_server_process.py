@@ -22,7 +22,15 @@ from ganglion.execute.averaging.served.server_process import ServerProcess, anno
 from ganglion.execute.averaging.served.serving import served_method
 from ganglion.execute.averaging.workers import own_address, server_place
 from ganglion.execute.comm import World, run_threads
-from tests.averages import LR, Weights, assert_near, copies, make_model, plain_sgd, train_threads
+from tests.support.averages import (
+    LR,
+    Weights,
+    assert_near,
+    copies,
+    make_model,
+    plain_sgd,
+    train_threads,
+)
 
 DEADLINE_S = 20.0
 
@@ -67,7 +75,7 @@ class Worker:
             announce_end(store)
 
     def train(self, steps: range) -> None:
-        from tests.averages import batch, loss_of
+        from tests.support.averages import batch, loss_of
 
         for step in steps:
             self.method.begin_pass()

@@ -29,7 +29,7 @@ from ganglion.execute.comm.shm import segment as shm_segment
 from ganglion.execute.comm.shm.group import ShmGroup
 from ganglion.execute.comm.shm.outbox import Outbox
 from ganglion.execute.comm.shm.staging import SumSlabs
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,11 +18,11 @@ from ganglion.execute.tensor.grid import Grid, TensorSettings
 from ganglion.execute.tensor.pieces import cut_out
 from ganglion.execute.update.split_muon import SplitMatrices, over_pieces
 from ganglion.trace import Recorder
-from tests.covering import cells
-from tests.pipelines import delayed, plan_for
-from tests.serial import TOLERANCE, History, assert_same_by_name
-from tests.tensors import SETTINGS, Held, assert_same_bits, factorizations, whole
-from tests.training import (
+from tests.support.covering import cells
+from tests.support.pipelines import delayed, plan_for
+from tests.support.serial import TOLERANCE, History, assert_same_by_name
+from tests.support.tensors import SETTINGS, Held, assert_same_bits, factorizations, whole
+from tests.support.training import (
     MUON,
     Case,
     make_batches,

@@ -25,8 +25,8 @@ from ganglion.execute.comm import Group, Handle, World, run_threads
 from ganglion.execute.models import build_model, cross_entropy
 from ganglion.execute.tensor import TensorSettings
 from ganglion.trace import Event, Recorder
-from tests.covering import Values, cells
-from tests.tensors import SETTINGS
+from tests.support.covering import Values, cells
+from tests.support.tensors import SETTINGS
 
 # Widths that 2, 3 and 4 divide, also two at a time.
 SHAPE = GPTShape(

@@ -25,11 +25,18 @@ from ganglion.execute.models.hugging_face import build, hugging_face_blocks, hug
 from ganglion.execute.models.hugging_face_cuts import cuts_of
 from ganglion.execute.tensor import apply_tensor_parallel
 from ganglion.execute.train import random_stream
-from tests.covering import cells
-from tests.hugging_face import Logits
-from tests.serial import TOLERANCE, Batch, History, assert_same_by_name, copies, train_serially
-from tests.tensors import Held, factorizations, whole
-from tests.training import OPTIMIZERS, share_of
+from tests.support.covering import cells
+from tests.support.hugging_face import Logits
+from tests.support.serial import (
+    TOLERANCE,
+    Batch,
+    History,
+    assert_same_by_name,
+    copies,
+    train_serially,
+)
+from tests.support.tensors import Held, factorizations, whole
+from tests.support.training import OPTIMIZERS, share_of
 
 transformers = pytest.importorskip(
     "transformers", reason="needs the extra `hf`: pip install 'ganglion[hf]'"

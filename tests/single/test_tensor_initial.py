@@ -26,10 +26,10 @@ from ganglion.execute.models import (
 )
 from ganglion.execute.models.layer_defaults import torch_defaults
 from ganglion.execute.train import Run, build_blocks, build_job
-from tests.covering import Values, by_name, cells
-from tests.serial import History, assert_same_by_name
-from tests.tensors import Held, whole
-from tests.training import OPTIMIZERS, SHAPES, Case, make_batches, share_of
+from tests.support.covering import Values, by_name, cells
+from tests.support.serial import History, assert_same_by_name
+from tests.support.tensors import Held, whole
+from tests.support.training import OPTIMIZERS, SHAPES, Case, make_batches, share_of
 
 SEED = 1234
 LAYOUTS = {

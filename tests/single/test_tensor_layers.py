@@ -44,7 +44,7 @@ from ganglion.execute.tensor.dropout import SplitDropout
 from ganglion.execute.tensor.forms import form_of
 from ganglion.execute.tensor.multiply import Layer, multiply
 from ganglion.execute.tensor.products import LinearProduct, Sizes
-from tests.tensors import WIDE
+from tests.support.tensors import WIDE
 
 
 def piece(whole: Tensor, world: World, axis: str, dim: int) -> Tensor:

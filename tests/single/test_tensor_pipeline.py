@@ -18,11 +18,11 @@ from ganglion.execute.models import cross_entropy
 from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.update.optimizers import NamedParameters
 from ganglion.trace import Recorder
-from tests.covering import cells
-from tests.pipelines import FLUSHING, delayed, plan_for, serial_of, told
-from tests.serial import History
-from tests.tensors import SETTINGS, Held, assert_same_histories
-from tests.training import (
+from tests.support.covering import cells
+from tests.support.pipelines import FLUSHING, delayed, plan_for, serial_of, told
+from tests.support.serial import History
+from tests.support.tensors import SETTINGS, Held, assert_same_histories
+from tests.support.training import (
     MUON,
     Case,
     make_batches,

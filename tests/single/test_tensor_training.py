@@ -19,9 +19,9 @@ from ganglion.execute.comm import World, run_threads
 from ganglion.execute.models import cross_entropy, mse
 from ganglion.execute.tensor import WITHOUT_OVERLAP, TensorSettings, apply_tensor_parallel
 from ganglion.execute.tensor.weights import StoredWeight, Weights
-from tests.covering import cells, named
-from tests.serial import History
-from tests.tensors import (
+from tests.support.covering import cells, named
+from tests.support.serial import History
+from tests.support.tensors import (
     SETTINGS,
     Held,
     Task,
@@ -34,8 +34,8 @@ from tests.tensors import (
     train_twin,
     whole,
 )
-from tests.training import Case, make_batches, make_run, train_serial, train_split
-from tests.unet import NUM_CLASSES, make_unet, unet_cuts
+from tests.support.training import Case, make_batches, make_run, train_serial, train_split
+from tests.support.unet import NUM_CLASSES, make_unet, unet_cuts
 
 LAYOUTS = [plan for num_ranks in (2, 4, 8) for plan in factorizations(num_ranks)]
 FOUR = list(factorizations(4))

@@ -32,8 +32,8 @@ from ganglion.execute.tensor.tuning import (
     natural_variant,
     tuned,
 )
-from tests.serial import assert_same_by_name
-from tests.training import Case, train_split
+from tests.support.serial import assert_same_by_name
+from tests.support.training import Case, train_split
 
 SOLO = SoloGroup(0)
 

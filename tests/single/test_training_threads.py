@@ -10,9 +10,9 @@ import torch
 
 from ganglion import Plan
 from ganglion.execute.comm import World, run_threads
-from tests.covering import Values, cells
-from tests.serial import TOLERANCE, History, assert_same_by_name, copies
-from tests.training import (
+from tests.support.covering import Values, cells
+from tests.support.serial import TOLERANCE, History, assert_same_by_name, copies
+from tests.support.training import (
     OPTIMIZERS,
     SHAPES,
     Case,

@@ -14,8 +14,8 @@ from ganglion.errors import PeerLost, ProtocolError
 from ganglion.execute.comm.local.transport import Faults, LocalMail, LocalTransport
 from ganglion.execute.comm.message import Arrival
 from ganglion.trace import Recorder
-from tests.messages import check_letters, exchange_letters, traffic
-from tests.profiles import examples
+from tests.support.messages import check_letters, exchange_letters, traffic
+from tests.support.profiles import examples
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,8 +14,8 @@ from ganglion.errors import ConfigError
 from ganglion.execute.comm import Faults, run_threads
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.update import ErrorFeedback, WeightVersions
-from tests.covering import Values, cells
-from tests.pipelines import (
+from tests.support.covering import Values, cells
+from tests.support.pipelines import (
     CASE,
     assert_equals_delayed,
     delayed,
@@ -23,8 +23,8 @@ from tests.pipelines import (
     plan_for,
     train_at_once,
 )
-from tests.serial import TOLERANCE
-from tests.training import FACTORIES, OPTIMIZERS, Case, make_model
+from tests.support.serial import TOLERANCE
+from tests.support.training import FACTORIES, OPTIMIZERS, Case, make_model
 
 DELAYED = dataclasses.replace(CASE, num_steps=6)
 FED_BACK = dataclasses.replace(DELAYED, error_feedback=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.harness import TEST
-from tests.warm import CONTEXT
+from tests.support.harness import TEST
+from tests.support.warm import CONTEXT
 
 DEADLINE_S = 40.0
 

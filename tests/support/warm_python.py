@@ -2,7 +2,7 @@
 
     mpiexec -n 2 WARM_PYTHON -m module         two forks of a server, each watched by a process:
 
-    mpiexec --- client (tests/warm_client.py) <--- status of the end --- watcher
+    mpiexec --- client (tests/support/warm_client.py) <--- status of the end --- watcher
                                               --- end of the stream ---> watcher --- kills ---> fork
 
 A client and its fork end together, whichever of them is killed.
@@ -25,7 +25,7 @@ from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.warm import CONTEXT, run_program
+from tests.support.warm import CONTEXT, run_program
 
 _BACKLOG = 64
 _NUM_FILES = 250

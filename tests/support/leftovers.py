@@ -16,7 +16,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from tests.warm_python import FOLDER_PREFIX, SERVERS
+from tests.support.warm_python import FOLDER_PREFIX, SERVERS
 
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36

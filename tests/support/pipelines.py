@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ganglion import Plan
 from ganglion.execute.comm import Faults, World, run_threads
 from ganglion.execute.models import cross_entropy
-from tests.serial import (
+from tests.support.serial import (
     History,
     assert_same_history,
     copies,
@@ -21,8 +21,8 @@ from tests.serial import (
     load_weights,
     train_delayed,
 )
-from tests.simulated import run as simulated
-from tests.training import (
+from tests.support.simulated import run as simulated
+from tests.support.training import (
     FACTORIES,
     OPTIMIZERS,
     Case,

@@ -13,7 +13,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.mutation.trees import Changed, Mutant, apply, revert
+from tests.support.mutation.trees import Changed, Mutant, apply, revert
 
 MOST_TESTS = 60
 SECOND_S = 240.0  # what the tests of the second round may take

@@ -22,7 +22,7 @@ from ganglion.execute.tensor import WITHOUT_OVERLAP, TensorSettings
 from ganglion.execute.train import Run, random_stream
 from ganglion.execute.train.random_stream import RandomStream
 from ganglion.execute.train.replica import autocast
-from tests.serial import (
+from tests.support.serial import (
     TOLERANCE,
     Batch,
     History,

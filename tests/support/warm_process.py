@@ -1,4 +1,4 @@
-"""`python ...` as a fork of the server of warm processes, as tests.command runs it."""
+"""`python ...` as a fork of the server of warm processes, as tests.support.command runs it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-from tests.warm import CONTEXT, run_program
-from tests.warm_python import warm_python
+from tests.support.warm import CONTEXT, run_program
+from tests.support.warm_python import warm_python
 
 
 class WarmProcess:

@@ -22,8 +22,8 @@ from ganglion.execute.train.offloaded_activations import ActivationSettings
 from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.execute.update.optimizers import NamedParameters, OptimizerFactory, optimizer_factory
 from ganglion.trace import Event, Recorder
-from tests.serial import Batch, History, assert_same_gradients, copies, train_serially
-from tests.tensors import WIDE, Held
+from tests.support.serial import Batch, History, assert_same_gradients, copies, train_serially
+from tests.support.tensors import WIDE, Held
 
 SHAPES: dict[str, ModelShape] = {
     "gpt": GPTShape(

@@ -1,14 +1,14 @@
 """Processes of tests that begin with torch imported: forks of one server.
 
     pytest --- starts once ---> fork server: imports torch, the package, helpers of tests
-                                     |- fork: a rank of tests.harness, a process of tests.crew
-                                     `- fork: `ganglion train ...`, as tests.command runs it
+                                     |- fork: a rank of harness.py, a process of crew.py
+                                     `- fork: `ganglion train ...`, as command.py runs it
                                                   `- fork: the fork server of its ranks
                                                               `- fork: rank 0, rank 1, ...
 
 A fork is a fresh process: nothing that one test does is seen by the next. What differs from a start
 of its own is that imports are done, and that environment variables which torch reads while it is
-imported come from the server. Tests of the start itself use `tests.command.cold`.
+imported come from the server. Tests of the start itself use `tests.support.command.cold`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multiprocessing import forkserver, resource_tracker, spawn, util
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.preload"])
+CONTEXT.set_forkserver_preload(["tests.support.preload"])
 
 
 def run_program(arguments: list[str], cwd: str, env: dict[str, str], executable: str) -> None:

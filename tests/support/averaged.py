@@ -13,9 +13,17 @@ from ganglion.execute.averaging.methods.outer import OuterFactory, local_sgd
 from ganglion.execute.comm import World
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.train import Run
-from tests.serial import Batch, assert_same_by_name, copies
-from tests.tensors import Held, whole
-from tests.training import FACTORIES, Case, History, make_batches, make_model, make_run, share_of
+from tests.support.serial import Batch, assert_same_by_name, copies
+from tests.support.tensors import Held, whole
+from tests.support.training import (
+    FACTORIES,
+    Case,
+    History,
+    make_batches,
+    make_model,
+    make_run,
+    share_of,
+)
 
 Weights = dict[str, Tensor]
 

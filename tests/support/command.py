@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from tests.warm_process import WarmProcess
+from tests.support.warm_process import WarmProcess
 
 DEADLINE_S = 100
 # A model and a data set small enough that starting the processes is all the time it takes.
@@ -38,7 +38,7 @@ def environment(**extra: str) -> dict[str, str]:
 
     One thread a process: two that wait for each other spin, and on a busy machine for long.
     """
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # has mpiexec
     return {**os.environ, "PATH": path, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **extra}
 

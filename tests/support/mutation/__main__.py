@@ -9,13 +9,13 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.mutation.runs import Runner
-from tests.mutation.trees import Mutant, apply, choose, mark, revert
+from tests.support.mutation.runs import Runner
+from tests.support.mutation.trees import Mutant, apply, choose, mark, revert
 
 
 def main() -> None:
     """Run one command, which takes some of the options."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation")
+    parser = argparse.ArgumentParser(prog="python -m tests.support.mutation")
     commands = ("choose", "apply", "revert", "mark", "durations", "run")
     parser.add_argument("command", choices=commands)
     parser.add_argument("id", nargs="*", default=[])

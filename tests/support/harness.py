@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from tests.warm import CONTEXT
+from tests.support.warm import CONTEXT
 
 DEADLINE_S = 60.0
 TEST = "PYTEST_CURRENT_TEST"  # the environment's name for the test that runs

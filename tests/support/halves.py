@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ganglion.execute.models import cross_entropy
-from tests.serial import History, copies, load_weights
-from tests.training import FACTORIES, Case, make_batches, make_model
+from tests.support.serial import History, copies, load_weights
+from tests.support.training import FACTORIES, Case, make_batches, make_model
 
 HALVES = {"bf16_master": torch.bfloat16, "fp16_master": torch.float16}
 

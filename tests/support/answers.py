@@ -1,7 +1,7 @@
 """Asking the command line in this process: what it prints, and how it ends.
 
-Starting Python and importing torch takes longer than most answers. `tests/command.py` starts a
-process, for what a process does.
+Starting Python and importing torch takes longer than most answers. `tests/support/command.py`
+starts a process, for tests that need one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from tests.absent import without_torch
+from tests.support.absent import without_torch
 
 
 def ganglion(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -48,7 +48,9 @@ class TorchlessCommand:
 
     def __call__(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         with self._apart:
-            from tests.answers import ganglion as answer  # imported anew: it has not seen torch
+            from tests.support.answers import (
+                ganglion as answer,  # imported anew: it has not seen torch
+            )
 
             result = answer(*words, cwd=cwd)
         assert not self._apart.refused, f"{words} imports {self._apart.refused}"

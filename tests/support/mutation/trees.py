@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutation.candidates import Edit, Function, Source, candidates, functions, sha_of
+from tests.support.mutation.candidates import Edit, Function, Source, candidates, functions, sha_of
 
 LEAST = 3  # mutants of every folder
 _STATE = ".mutant.json"

@@ -1,7 +1,7 @@
 """Show that a change keeps numbers: record what runs and tables give, then compare with the record.
 
-    python -m tests.sameness record before.json      # on the old tree, each layout twice
-    python -m tests.sameness compare before.json     # on the new one
+    python -m tests.support.sameness record before.json      # on the old tree, each layout twice
+    python -m tests.support.sameness compare before.json     # on the new one
 
 Only the command line is used, so that modules may move between the two. What differs between the
 two runs of a layout depends on timing; it is left out of the record, and counted.
@@ -88,7 +88,7 @@ TIMED = {"tokens_per_s", "step_s", "peak_bytes", "start_s", "end_s", "flow", "me
 
 def main() -> None:
     """Record, or compare with a record and end with 1 if anything differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sameness")
+    parser = argparse.ArgumentParser(prog="python -m tests.support.sameness")
     parser.add_argument("command", choices=("record", "compare"))
     parser.add_argument("record", type=Path)
     parser.add_argument("--only", default="", help="a regular expression for names")
