@@ -11,11 +11,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -25,6 +28,7 @@ from ganglion.errors import CheckpointError
 from ganglion.execute.checkpoint import (
     SavedState,
     TensorSpec,
+    collective,
     latest_checkpoint,
     list_checkpoints,
     load,
@@ -486,3 +490,12 @@ def test_ranks_meet_before_a_file_is_touched(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError):
         save(tmp_path, weights(), state_at(1), Late(), keep=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_several_failures_the_one_of_the_lowest_rank_is_named() -> None:
+    failures = {2: (OSError("no space"), None), 1: (OSError("no access"), None)}
+    with (
+        pytest.raises(CheckpointError, match=r"^rank 1: OSError: no access$"),
+        collective._our_errors(cast(dist.ProcessGroup, object())),
+    ):
+        raise CheckpointException("save", cast(Any, failures))

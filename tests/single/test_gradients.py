@@ -305,3 +305,16 @@ def test_the_norm_has_the_widest_dtype_of_the_buffers() -> None:
     buffers = [torch.full((3,), 2.0, dtype=dtype) for dtype in (torch.float32, torch.float64)]
     assert global_norm(buffers).dtype == torch.float64
     assert global_norm([buffers[0].bfloat16()]).dtype == torch.float32
+
+
+def test_a_closed_reducer_does_not_see_later_backwards() -> None:
+    def body(world: World) -> None:
+        model = make_layers()
+        reducer = reducer_of(model, world.group("data"))
+        reducer.zero()
+        reducer.arm()
+        reducer.close()
+        for _ in range(2):  # hooks that are left would call the second gradient "final twice"
+            model(torch.ones(3, 4)).sum().backward()
+
+    run_threads(Mesh(data=2), body)

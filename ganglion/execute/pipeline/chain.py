@@ -151,8 +151,9 @@ class Chain:
             yield trip
 
     def _collecting(self, half: WeightStore | None) -> AbstractContextManager[object]:
-        if self._deferral is None or half is None:
+        if half is None:
             return nullcontext()
+        assert self._deferral is not None, "weight halves are collected by a deferral"
         return self._deferral.collecting(half)
 
     @property
