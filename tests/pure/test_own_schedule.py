@@ -25,8 +25,8 @@ from ganglion.decide.schedules.pipeline import (
     planned_schedule,
     planned_stage_map,
 )
-from ganglion.decide.schedules.pipeline.flush import GPipe, OneFOneB
-from ganglion.decide.schedules.pipeline.validate import LawBroken
+from ganglion.decide.schedules.pipeline.laws import LawBroken
+from ganglion.decide.schedules.pipeline.listed import GPipe, OneFOneB
 from ganglion.decide.shapes import mlp_blocks
 from ganglion.decide.simulator import simulate, simulate_plan, with_known_costs
 from ganglion.errors import ConfigError, GanglionError, LayoutError

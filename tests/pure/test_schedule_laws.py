@@ -16,8 +16,8 @@ from ganglion.decide.schedules.pipeline import (
     make_schedule,
 )
 from ganglion.decide.schedules.pipeline.action import Action
+from ganglion.decide.schedules.pipeline.laws import Case, LawBroken, Step, check_laws
 from ganglion.decide.schedules.pipeline.message_driven import PRIORITIES, TwoBW
-from ganglion.decide.schedules.pipeline.validate import Case, LawBroken, Step, check_laws
 from tests.support.profiles import examples
 from tests.support.random_driver import RandomDriver
 from tests.support.simulated import UNIT, run
@@ -187,7 +187,7 @@ def test_bounds_are_held() -> None:
 
 def test_a_follower_that_ran_ahead_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The random driver can fail: a follower that decides for itself breaks the agreement."""
-    from ganglion.decide.schedules.pipeline.follow import Follower
+    from ganglion.decide.schedules.pipeline.schedule import Follower
 
     monkeypatch.setattr(Follower, "next", lambda self: self.schedule.next())
     failed = 0

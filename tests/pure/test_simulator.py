@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import make_schedule
 from ganglion.decide.schedules.pipeline.action import Message, action
-from ganglion.decide.schedules.pipeline.flush import GPipe, OneFOneB
+from ganglion.decide.schedules.pipeline.listed import GPipe, OneFOneB
 from ganglion.decide.simulator import (
     Disturbance,
     Route,

@@ -8,7 +8,7 @@ import pytest
 
 from ganglion import Plan, parallelize
 from ganglion.decide.schedules.pipeline import BUILT_IN, planned_schedule
-from ganglion.decide.schedules.pipeline.flush import GPipe
+from ganglion.decide.schedules.pipeline.listed import GPipe
 from ganglion.errors import ConfigError
 from ganglion.execute.comm import run_threads
 from ganglion.execute.models import cross_entropy

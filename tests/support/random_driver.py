@@ -19,7 +19,7 @@ from ganglion.decide.schedules.pipeline.action import (
     Message,
     Order,
 )
-from ganglion.decide.schedules.pipeline.validate import Case, LawBroken, Step, check_laws
+from ganglion.decide.schedules.pipeline.laws import Case, LawBroken, Step, check_laws
 
 Member = RankSchedule | Follower
 

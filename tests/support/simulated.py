@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import ScheduleOptions, make_schedule
-from ganglion.decide.schedules.pipeline.validate import Case, check_laws
+from ganglion.decide.schedules.pipeline.laws import Case, check_laws
 from ganglion.decide.simulator import Simulation, Surroundings, simulate
 
 UNIT = StageTimes(forward_s=1, backward_s=1, weight_s=1)

@@ -12,11 +12,16 @@ from ganglion.decide.schedules.pipeline.action import (
     Order,
     action,
 )
-from ganglion.decide.schedules.pipeline.follow import Follower
 from ganglion.decide.schedules.pipeline.forward_only import ForwardOnly
 from ganglion.decide.schedules.pipeline.holding import Holding, planned_holding
+from ganglion.decide.schedules.pipeline.laws import (
+    Step,
+    check_rehearsal,
+    peak_live,
+    rehearse,
+    versions_kept,
+)
 from ganglion.decide.schedules.pipeline.listed import ListedSchedule
-from ganglion.decide.schedules.pipeline.names import SCHEDULES, canonical_schedule
 from ganglion.decide.schedules.pipeline.planned import (
     check_planned,
     planned_options,
@@ -25,15 +30,20 @@ from ganglion.decide.schedules.pipeline.planned import (
 )
 from ganglion.decide.schedules.pipeline.registry import (
     BUILT_IN,
+    SCHEDULES,
     Registry,
     ScheduleOptions,
+    canonical_schedule,
     make_schedule,
     stage_map_of,
 )
-from ganglion.decide.schedules.pipeline.rehearse import check_rehearsal, rehearse
-from ganglion.decide.schedules.pipeline.schedule import RankSchedule, Schedule, StageSchedule
-from ganglion.decide.schedules.pipeline.stage_map import StageMap
-from ganglion.decide.schedules.pipeline.validate import Step, peak_live, versions_kept
+from ganglion.decide.schedules.pipeline.schedule import (
+    Follower,
+    RankSchedule,
+    Schedule,
+    StageMap,
+    StageSchedule,
+)
 
 __all__ = [
     "BACKWARD",

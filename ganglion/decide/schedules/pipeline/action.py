@@ -28,6 +28,7 @@ RECEIVE_BACKWARD = "RB"
 COMPUTE = "compute"
 COMM = "comm"
 HOST = "host"
+LANES = (COMPUTE, COMM, HOST)
 
 _LANE = {
     FORWARD: COMPUTE,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from ganglion.decide.schedules.pipeline.action import FORWARD, Action, Message, action
-from ganglion.decide.schedules.pipeline.stage_map import StageMap
+from ganglion.decide.schedules.pipeline.schedule import StageMap
 
 
 class ForwardOnly:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ganglion.decide.schedules.pipeline.laws import rehearse
 from ganglion.decide.schedules.pipeline.registry import BUILT_IN, Registry, ScheduleOptions
-from ganglion.decide.schedules.pipeline.rehearse import rehearse
-from ganglion.decide.schedules.pipeline.schedule import RankSchedule
-from ganglion.decide.schedules.pipeline.stage_map import StageMap
+from ganglion.decide.schedules.pipeline.schedule import RankSchedule, StageMap
 from ganglion.errors import ConfigError, LayoutError
 
 # Microbatches a stage that message_driven lets in where nobody knows what links and jitter cost.

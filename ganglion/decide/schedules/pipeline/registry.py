@@ -12,20 +12,29 @@ schedule of one's own in a run file, a plan or a command.
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from ganglion.decide.schedules.pipeline.flush import GPipe, OneFOneB
-from ganglion.decide.schedules.pipeline.interleaved import Interleaved
+from ganglion.decide.schedules.pipeline.listed import GPipe, Interleaved, OneFOneB
 from ganglion.decide.schedules.pipeline.message_driven import MessageDriven, TwoBW
-from ganglion.decide.schedules.pipeline.names import SCHEDULES, canonical_schedule, is_reference
-from ganglion.decide.schedules.pipeline.schedule import RankSchedule
-from ganglion.decide.schedules.pipeline.stage_map import StageMap
+from ganglion.decide.schedules.pipeline.schedule import RankSchedule, StageMap
 from ganglion.decide.schedules.pipeline.stash import Stash
 from ganglion.decide.schedules.pipeline.zero_bubble import ZeroBubble, ZeroBubbleV
 from ganglion.errors import ConfigError
 from ganglion.reference import load_function
+
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "gpipe": (),
+    "one_f_one_b": ("1f1b", "pipedream_flush"),
+    "interleaved": ("interleaved_1f1b",),
+    "zero_bubble": ("zb", "zbh1", "zb_h1"),
+    "zero_bubble_v": ("zbv", "zb_v"),
+    "message_driven": ("axonn",),
+    "two_bw": ("2bw", "pipedream_2bw"),
+    "stash": ("pipedream",),
+}
 
 # A class, or a function: called with (rank, num_ranks) and those options that it names itself.
 Make = Callable[..., object]
@@ -44,6 +53,27 @@ class ScheduleOptions:
         """Return the options that were chosen, by name."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def canonical_schedule(
+    name: str,
+    key: str = "parallel.schedule",
+    known: Mapping[str, Sequence[str]] = SCHEDULES,
+) -> str:
+    """Return the one name of a schedule; `key` names the user's setting in the error.
+
+    `known` has the aliases of every name. A reference to the user's own code is its own name.
+    """
+    if ":" in name:
+        return name
+    wanted = name.lower().replace("-", "_")
+    for schedule, aliases in known.items():
+        if wanted == schedule or wanted in aliases:
+            return schedule
+    every = [*known, *(alias for aliases in known.values() for alias in aliases)]
+    near = difflib.get_close_matches(wanted, every, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {list(known)}"
+    raise ConfigError(f"{key} = {name!r} is not a schedule; {hint}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +131,7 @@ class Registry:
         return made
 
     def _maker(self, name: str, key: str) -> Make:
-        if is_reference(name):
+        if ":" in name:
             return load_function(name, key)
         return self.makers[self.canonical(name, key)]
 

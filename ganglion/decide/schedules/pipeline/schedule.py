@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 from ganglion.decide.schedules.pipeline.action import (
@@ -30,10 +31,51 @@ from ganglion.decide.schedules.pipeline.action import (
     WEIGHT,
     Action,
     Message,
+    Order,
     action,
 )
-from ganglion.decide.schedules.pipeline.stage_map import StageMap
 from ganglion.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class StageMap:
+    """Which stages each rank holds; stages are numbered along the model.
+
+    A rank holds one stage, or `num_chunks` of them, dealt round robin or `folded` back (V):
+
+        3 ranks, 2 chunks      looped  rank 0: 0 3    V  rank 0: 0 5
+                                       rank 1: 1 4       rank 1: 1 4
+                                       rank 2: 2 5       rank 2: 2 3
+    """
+
+    num_ranks: int
+    num_chunks: int = 1
+    folded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_chunks < 1:
+            raise LayoutError(
+                f"{self.num_ranks} ranks with {self.num_chunks} stages each are no pipeline; use "
+                f"1 or more of both"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return self.num_ranks * self.num_chunks
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that holds a stage."""
+        chunk, place = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - place if self.folded and chunk % 2 else place
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, in the order of the model."""
+        if not 0 <= rank < self.num_ranks:
+            raise LayoutError(
+                f"stage {rank} of {self.num_ranks} stages does not exist; use 0 or more"
+            )
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
 
 class Schedule(Protocol):
@@ -317,3 +359,36 @@ class StageSchedule(RankSchedule):
 
     def _backward(self, microbatch: int) -> Action:
         return action(BACKWARD, self.stage, microbatch)
+
+
+class Follower:
+    """Starts what the leader of a tensor group started, in the leader's order.
+
+    The ranks of a group run the same collectives inside a forward, but messages reach them in
+    different orders; ranks that each ran what came first would mismatch. So the leader sends what
+    it starts as ORDER messages, and a follower starts the head of its orders once its inputs are
+    there:
+
+        leader      next() -> 1F3, started   ~~~~ORDER 1F3~~~~>   follower  take(ORDER 1F3)
+                                                                            next() -> 1F3
+
+    The order holds across lanes: an update changes the weights that the next forward gathers, so a
+    follower that swapped the two would gather once too often.
+    """
+
+    def __init__(self, schedule: RankSchedule) -> None:
+        """Wrap `schedule`, which keeps the state; orders replace its choices."""
+        self.schedule = schedule
+        self._orders: deque[Action] = deque()
+
+    def next(self) -> Action | None:
+        """Return the oldest order if it can start now, else None."""
+        if not self._orders or not self.schedule.may_begin(self._orders[0]):
+            return None
+        chosen = self._orders.popleft()
+        self.schedule.begin(chosen)
+        return chosen
+
+    def take(self, order: Order) -> None:
+        """Record an order; all other events go to the schedule itself."""
+        self._orders.append(order.action)

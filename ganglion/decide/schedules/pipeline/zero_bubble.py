@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ganglion.decide.schedules.pipeline.action import BACKWARD, FORWARD, WEIGHT
 from ganglion.decide.schedules.pipeline.listed import Entry, ListedSchedule
-from ganglion.decide.schedules.pipeline.stage_map import StageMap
+from ganglion.decide.schedules.pipeline.schedule import StageMap
 
 
 class ZeroBubble(ListedSchedule):
