@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ganglion.decide.simulator.averaging.costs import MessagePrice
 from ganglion.execute.averaging.methods.centers import Center
-from ganglion.execute.averaging.methods.hogwild import RacedCenter
+from ganglion.execute.averaging.methods.shared_center import SharedCenter
 from ganglion.execute.averaging.methods.sums import Meter
 from ganglion.execute.averaging.served.connections import Door, Gone, Said
 from ganglion.execute.comm import Arrival, Transport, World
@@ -152,7 +152,7 @@ class HostCopies:
 class SlowMemory:
     """Shared memory as if it were at a host: a read brings it here, an addition goes there."""
 
-    def __init__(self, inner: RacedCenter, carrier: Carrier) -> None:
+    def __init__(self, inner: SharedCenter, carrier: Carrier) -> None:
         self._inner, self._carrier = inner, carrier
 
     def __getattr__(self, name: str) -> Any:

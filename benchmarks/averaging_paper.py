@@ -33,7 +33,7 @@ from harness import spread
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
 from ganglion.decide.simulator.averaging.result import PUSH, STEP, AveragingSimulation
 from ganglion.decide.simulator.averaging.simulate import calibrated, simulate_averaging
-from ganglion.execute.averaging.methods.elastic import elastic_force, move_center_
+from ganglion.execute.averaging.methods.elastic import elastic_force
 
 SHARE = 0.87  # of original_easgd, table 3 of the paper
 # A message of this size takes twice as long as an empty one: what table 3 gives for 8 messages of
@@ -126,7 +126,7 @@ def measured_costs(task: PaperTask) -> AveragingCosts:
         force = elastic_force(worker, center, 0.1)
         worker.sub_(worker, alpha=1e-9).sub_(force)
 
-    center_s = _least_s(lambda: move_center_(center, worker, 0.1))
+    center_s = _least_s(lambda: center.add_(elastic_force(worker, center, 0.1)))
     costs = AveragingCosts(
         pass_s=_least_s(lambda: gradients.at(worker, 0)),
         update_s=_least_s(update),

@@ -27,7 +27,7 @@ from ganglion.decide.simulator.averaging.result import (
     AveragingEvent,
 )
 from ganglion.decide.simulator.averaging.simulate import METHODS
-from ganglion.execute.averaging.methods.elastic import elastic_force, move_center_by_sum_
+from ganglion.execute.averaging.methods.elastic import elastic_force
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.served.rules import Additive, Elastic
 from ganglion.execute.data.idx import find_idx_folder, find_idx_pair, read_idx
@@ -159,7 +159,8 @@ class Training:
         for number, seen in enumerate(self._seen):
             seen.copy_(self.center)
             self._has_new[number] = True
-        move_center_by_sum_(self.center, total, self._alpha, self._setting.num_workers)
+        kept = 1.0 - self._setting.num_workers * self._alpha
+        self.center.mul_(kept).add_(total, alpha=self._alpha)
         return 0
 
     def _reduce(self, event: AveragingEvent) -> int:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from ganglion.execute.averaging.served.rules import Elastic
 from ganglion.execute.averaging.served.server import CenterServer
 from ganglion.execute.averaging.served.shards import ShardedCenter
 from ganglion.execute.averaging.served.snapshot import Snapshots, load_snapshot
-from tests.support.command import environment
 from tests.support.crew import DEADLINE_S, Crew, await_true
 
 RUN, ALPHA = "processes", 0.25
@@ -326,70 +323,3 @@ def test_processes_race_on_shared_memory_and_one_is_killed(crew: Crew) -> None:
     assert trained.min() > 2.5
     assert trained.max() < 3.5
     assert center.lost_update() >= 0.0
-
-
-# --- windows of MPI -------------------------------------------------------------------------------
-
-
-def race_under_mpi(folder: Path) -> None:
-    """Run on every rank of mpiexec: first additions that collide on purpose, then a training."""
-    from mpi4py import MPI
-
-    from ganglion.execute.averaging.served.mpi_center import WindowCenter
-
-    class Contended(WindowCenter):
-        def _between(self) -> None:
-            MPI.COMM_WORLD.Barrier()  # all have read what all will write
-
-    rank, found = MPI.COMM_WORLD.Get_rank(), {}
-    ones = torch.ones(100, dtype=torch.float64)
-    for name, center in {
-        "atomic": WindowCenter(torch.zeros_like(ones), 3),
-        "contended": Contended(torch.zeros_like(ones), 3, is_atomic=False),
-    }.items():
-        center.add(rank, ones)
-        MPI.COMM_WORLD.Barrier()
-        now = torch.empty_like(ones)
-        center.read(now)
-        found[name] = (now.unique().tolist(), center.lost_update(), center.version)
-        center.close()
-    model = Bowl(1000)
-    packed = Packed(model)
-    center = WindowCenter(packed.gather().clone(), 3)
-    method = HogwildEasgd(packed, center, ElasticRate(alpha=ALPHA), rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(60):
-        model().backward()
-        method.before_step(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        method.after_step(0.1)
-    MPI.COMM_WORLD.Barrier()
-    trained = method.center()[:1000]
-    found["trained"] = (float(trained.min()), float(trained.max()), center.version)
-    center.close()
-    torch.save(found, folder / f"rank{rank}")
-
-
-def test_windows_of_mpi_are_a_centre_without_locks(tmp_path: Path) -> None:
-    pytest.importorskip("mpi4py", reason="needs pip install 'ganglion[mpi]'")
-    from ganglion.cli.mpi import require_mpiexec
-    from tests.support.warm_python import warm_python
-
-    command = [require_mpiexec(), "-n", "3", warm_python(), "-m", __name__, str(tmp_path)]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=2 * DEADLINE_S
-    )
-    assert done.returncode == 0, done.stderr
-    for rank in range(3):
-        found = torch.load(tmp_path / f"rank{rank}")
-        assert found["atomic"] == ([3.0], 0.0, 3)
-        assert found["contended"] == ([1.0], pytest.approx(20.0), 3)  # |3 - 1| in 100 elements
-        low, high, version = found["trained"]
-        assert 2.9 < low <= high < 3.1
-        assert version == 180
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    race_under_mpi(Path(sys.argv[1]))

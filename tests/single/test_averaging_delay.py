@@ -22,7 +22,9 @@ from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.methods.shared_center import SharedCenter
 from ganglion.execute.averaging.methods.sums import GroupSum, Meter
 from ganglion.execute.averaging.served import server
-from ganglion.execute.averaging.served.names import ServedOptions, center_server, join_center
+from ganglion.execute.averaging.served.methods import ServedEasgd
+from ganglion.execute.averaging.served.rules import Elastic
+from ganglion.execute.averaging.served.shards import ShardedCenter
 from ganglion.execute.comm import SoloGroup, World, run_threads
 from tests.support.averages import LR, assert_same_bits, make_model, train_threads, train_worker
 
@@ -68,13 +70,16 @@ def test_a_door_is_busy_with_one_message_at_a_time(
 ) -> None:
     carrier = delay.Carrier(MessagePrice())
     monkeypatch.setattr(server, "Door", partial(delay.SlowDoor, carrier=carrier))
-    store, model = dist.HashStore(), make_model()
-    options = ServedOptions(run_id="door", num_workers=1, timeout_s=DEADLINE_S)
-    center = center_server("async_easgd", model, store, options)
+    store, packed = dist.HashStore(), Packed(make_model())
+    first = packed.flat.clone()
+    center = server.CenterServer(
+        first, Elastic(), store, run_id="door", num_workers=1, timeout_s=DEADLINE_S
+    )
     thread = threading.Thread(target=center.serve, daemon=True)
     thread.start()
+    sharded = ShardedCenter(store, packed.flat, run_id="door", worker=0, timeout_s=DEADLINE_S)
     rate = ElasticRate(None, 0.9, None)
-    method = join_center("async_easgd", Packed(model), store, 0, options, rate, lambda: LR)
+    method = ServedEasgd(packed, sharded, rate, lambda: LR, num_workers=1, tau=1)
     method.sync_now(LR)
     method.close()
     thread.join(DEADLINE_S)

@@ -20,7 +20,6 @@ from ganglion.decide.schedules.exchanges.served import (
     FIRST_COME,
     JOIN,
     LEAVE,
-    PULL,
     PUSH,
     ROUND_ROBIN,
     Event,
@@ -30,14 +29,8 @@ from ganglion.errors import CheckpointError, ConfigError, PeerLost, ProtocolErro
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.served.center_link import CenterLink
 from ganglion.execute.averaging.served.connections import Phone, Store
-from ganglion.execute.averaging.served.methods import ServedEasgd, ServedEasgdDelta, ServedSgd
-from ganglion.execute.averaging.served.names import (
-    SERVED,
-    ServedOptions,
-    center_server,
-    join_center,
-)
-from ganglion.execute.averaging.served.rules import Additive, Delta, Elastic, Rule, WithMean
+from ganglion.execute.averaging.served.methods import ServedEasgd, ServedSgd
+from ganglion.execute.averaging.served.rules import Additive, Elastic, Rule
 from ganglion.execute.averaging.served.server import CenterServer
 from ganglion.execute.averaging.served.shards import ShardedCenter, shard_bounds
 from ganglion.execute.averaging.served.snapshot import Snapshots, load_snapshot
@@ -55,18 +48,15 @@ Order = str | Sequence[Event]
 class Kind:
     """One method: what the worker is, what the server does, and the worker's own momentum."""
 
-    method: str = "easgd"  # or "delta", "sgd"
+    method: str = "easgd"  # or "sgd"
     momentum: float = 0.0
     master: float = 0.0  # momentum at the master
-    as_printed: bool = False
     tau: int = 1
     overlap: bool = True
     lr: float = LR
 
     def rule(self) -> Rule:
-        if self.method == "sgd":
-            return Additive(self.master, as_printed=self.as_printed)
-        return Elastic() if self.method == "easgd" else Delta()
+        return Additive(self.master) if self.method == "sgd" else Elastic()
 
 
 KINDS = {
@@ -74,13 +64,10 @@ KINDS = {
     "async_easgd_tau": Kind(tau=3),
     "async_easgd_waiting": Kind(overlap=False),
     "async_measgd": Kind(momentum=0.9),
-    "async_easgd_delta": Kind("delta"),
-    "async_easgd_delta_waiting": Kind("delta", overlap=False, tau=2),
     "async_sgd": Kind("sgd"),
     "async_msgd_at_master": Kind("sgd", master=0.8),
     "async_msgd_at_worker": Kind("sgd", momentum=0.8),
     "downpour": Kind("sgd", tau=4),
-    "mdownpour": Kind("sgd", master=0.8, as_printed=True),
 }
 
 
@@ -110,8 +97,7 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
 def make_method(kind: Kind, packed: Packed, center: ShardedCenter, num_workers: int) -> Any:
     if kind.method == "sgd":
         return ServedSgd(packed, center, num_workers=num_workers, tau=kind.tau)
-    maker = ServedEasgd if kind.method == "easgd" else ServedEasgdDelta
-    return maker(
+    return ServedEasgd(
         packed,
         center,
         ElasticRate(alpha=ALPHA),
@@ -217,7 +203,6 @@ class Walker:
     weights: Tensor
     velocity: Tensor
     base: Tensor
-    pulled: Tensor
     num_steps: int = 0
 
 
@@ -259,31 +244,19 @@ class Serial:
 
     def join_easgd(self, worker: int) -> None:
         zero = torch.zeros_like(self.center)
-        self.walkers[worker] = Walker(self.center, zero, self.center, zero)
+        self.walkers[worker] = Walker(self.center, zero, self.center)
 
-    join_delta = join_sgd = join_easgd
+    join_sgd = join_easgd
 
     def leave_easgd(self, worker: int) -> None:
         """What it gave stays, and alpha is the same: it was given."""
 
-    leave_delta = leave_sgd = leave_easgd
+    leave_sgd = leave_easgd
 
     def exchange_easgd(self, worker: int) -> None:
         force = ALPHA * (self.until_due(worker).weights - self.center)
         self.center = self.center + force
         self.step(worker, force)
-
-    def pull_delta(self, worker: int) -> None:
-        self.until_due(worker).pulled = self.center
-
-    def push_delta(self, worker: int) -> None:
-        walker = self.walkers[worker]
-        force = ALPHA * (walker.weights - walker.pulled)
-        self.center = self.center + force
-        self.step(worker, force)
-
-    def refused_push_delta(self, worker: int) -> None:
-        self.walkers[worker].pulled = self.center
 
     def refused_push_sgd(self, worker: int) -> None:
         walker = self.walkers[worker]
@@ -297,8 +270,7 @@ class Serial:
             self.step(worker, torch.zeros_like(self.center))
         update = walker.weights - walker.base
         self.velocity = self.kind.master * self.velocity + update
-        factor = self.kind.master if self.kind.as_printed else 1.0
-        self.center = self.center + factor * self.velocity
+        self.center = self.center + self.velocity
         walker.weights = walker.base = self.center
 
 
@@ -321,7 +293,7 @@ def test_equals_the_serial_loop_in_the_same_order(name: str, max_staleness: int 
         torch.testing.assert_close(unpadded(weights), wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["async_easgd", "async_easgd_delta", "async_msgd_at_master"])
+@pytest.mark.parametrize("name", ["async_easgd", "async_msgd_at_master"])
 def test_a_replay_of_the_recorded_order_is_bitwise_equal(name: str) -> None:
     """Also without overlap, and over TCP: only the order decides the bits."""
     kind = KINDS[name]
@@ -333,8 +305,7 @@ def test_a_replay_of_the_recorded_order_is_bitwise_equal(name: str) -> None:
     assert all(torch.equal(again.weights[i], first.weights[i]) for i in range(3))
     joins = [event for event in first.record if event.kind == JOIN]
     turned = [*joins, *(event for event in first.record[::-1] if event.kind != JOIN)]
-    if name != "async_easgd_delta":  # a push cannot come before its pull
-        assert not torch.equal(run(kind, dtype=torch.float32, order=turned).center, first.center)
+    assert not torch.equal(run(kind, dtype=torch.float32, order=turned).center, first.center)
 
 
 def test_round_robin_equals_first_come_in_the_forced_order() -> None:
@@ -358,23 +329,21 @@ def test_shards_together_are_the_whole() -> None:
         assert all(torch.equal(parts.weights[i], whole.weights[i]) for i in range(3))
 
 
-@pytest.mark.parametrize("method", ["easgd", "delta"])
-def test_without_gradients_the_sum_of_all_weights_is_kept(method: str) -> None:
+def test_without_gradients_the_sum_of_all_weights_is_kept() -> None:
     """Each worker is pushed away from where it joined, and all drift together again."""
     store, start = dist.HashStore(), Packed(make_model()).flat.clone()
-    rule: Rule = Elastic() if method == "easgd" else Delta()
     begun, found = {}, {}
 
     def body(world: World) -> Tensor | None:
         if world.rank == 0:
             server = CenterServer(
-                start.clone(), rule, store, run_id=RUN, num_workers=3, max_staleness=1
+                start.clone(), Elastic(), store, run_id=RUN, num_workers=3, max_staleness=1
             )
             server.serve()
             return server.center
         packed = Packed(make_model())
         center = ShardedCenter(store, packed.flat, run_id=RUN, worker=world.rank)
-        served = make_method(Kind(method, lr=0.0), packed, center, 3)
+        served = make_method(Kind(lr=0.0), packed, center, 3)
         kick = torch.randn(packed.numel, dtype=torch.float64)
         packed.flat.add_(kick)
         begun[world.rank] = packed.flat.clone()
@@ -538,37 +507,6 @@ def test_a_push_that_is_too_old_is_refused_and_brings_the_centre() -> None:
     server = Bench(rule=Additive(), max_staleness=2).play(script)
     assert server.center.tolist() == [4.0] * 8
     assert server.metrics().num_refused == 1
-
-
-def test_a_refused_force_is_reckoned_again_from_the_centre_that_came() -> None:
-    def script(bench: Bench) -> None:
-        model = nn.Linear(8, 1, bias=False, dtype=torch.float64)
-        packed = Packed(model)
-        center = ShardedCenter(bench.store, packed.flat, run_id=RUN, worker=0)
-        method = make_method(Kind("delta", lr=0.0), packed, center, 2)
-        other = bench.link(1)
-        other.join()
-        packed.flat.fill_(10.0)
-        method.begin_pass()  # pulls 0
-        bench.await_record(3)
-        push(other, 5.0, kind=PUSH)
-        method.before_step(0.0)
-        method.after_step(0.0)
-        assert packed.flat.unique().tolist() == [10.0 - ALPHA * (10.0 - 5.0)]
-        assert method.metrics().num_discarded == 1
-        method.close()
-        other.leave()
-
-    class Watched(Bench):
-        def await_record(self, num_events: int) -> None:
-            end_s = time.monotonic() + DEADLINE_S
-            while len(self.server.books.record or ()) < num_events:
-                assert time.monotonic() < end_s
-                time.sleep(0.001)
-
-    bench = Watched(64, Delta(), max_staleness=0, is_recording=True)
-    server = bench.play(script)  # type: ignore[arg-type]
-    assert server.center.unique().tolist() == [5.0 + ALPHA * (10.0 - 5.0)]
 
 
 def test_what_a_worker_does_wrong_is_told_to_it_and_the_others_go_on() -> None:
@@ -806,20 +744,6 @@ def test_momentum_spares_the_buffers() -> None:
         Additive(1.0)
 
 
-def test_pull_reads_without_writing() -> None:
-    def script(bench: Bench) -> None:
-        links = [bench.link(worker) for worker in (0, 1)]
-        for link in links:
-            link.join()
-        push(links[0], 3.0, kind=PUSH)
-        links[1].ask(PULL, step=0, with_payload=False)
-        assert links[1].answer().payload.tolist() == [3.0] * 8
-        for link in links:
-            link.leave()
-
-    assert Bench(rule=Delta()).play(script).books.version == 1
-
-
 def test_alpha_follows_workers_that_join_later() -> None:
     """beta / 2 for two that were expected, beta / 3 from the answer on that tells of a third."""
 
@@ -923,121 +847,3 @@ def test_a_replay_counts_departures_where_they_were() -> None:
     assert Event(LEAVE, 1) in record
     for leaves_at in (0, 4, None):
         assert play(record, leaves_at) == (alphas, record)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_a_mean_of_the_centre_is_shown_and_the_centre_is_trained_from(rate: float) -> None:
-    """Pushes of 1, 2, 3: the centre is 0, 1, 3, 6; ADOWNPOUR shows their mean."""
-    means = {0.0: [0.5, 4 / 3, 2.5], 0.25: [0.25, 0.9375, 2.203125]}[rate]
-
-    def script(bench: Bench) -> None:
-        link = bench.link(0)
-        assert link.join().tolist() == link.look().tolist() == [0.0] * 8
-        for number, (center, mean) in enumerate(zip((1.0, 3.0, 6.0), means, strict=True), 1):
-            link.block.payload.fill_(float(number))
-            link.ask(PUSH, step=number)
-            assert link.answer().payload.tolist() == [center] * 8
-            assert link.look().tolist() == pytest.approx([mean] * 8)
-        link.restore(torch.full((8,), 5.0, dtype=torch.float64))
-        assert link.look().tolist() == [5.0] * 8  # it begins anew
-        link.leave()
-
-    Bench(rule=WithMean(Additive(), rate), num_workers=1).play(script)
-
-
-def test_a_snapshot_keeps_the_mean() -> None:
-    first, again = WithMean(Additive(0.5)), WithMean(Additive(0.5))
-    centers = [torch.zeros(4), torch.zeros(4)]
-    for turn in range(4):
-        sent = torch.full((4,), float(turn))
-        first.apply(centers[0], sent, 0.0, torch.empty(4))
-        if turn == 1:
-            again.load({name: tensor.clone() for name, tensor in first.state().items()})
-            centers[1].copy_(centers[0])
-        if turn > 1:
-            again.apply(centers[1], sent, 0.0, torch.empty(4))
-    assert torch.equal(again.shown(centers[1]), first.shown(centers[0]))
-    with pytest.raises(ConfigError, match="mean_rate = 2"):
-        WithMean(Additive(), 2)
-
-
-# --- by name -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("name", SERVED)
-def test_every_name_trains_and_its_server_ends(name: str, num_shards: int) -> None:
-    """Two workers, the same batches for both: any order ends closer to the answer."""
-    momentum = 0.5 if name in ("async_msgd", "mdownpour") else 0.0
-    tau = 2 if name == "downpour" else 1
-    options = ServedOptions(
-        run_id=RUN,
-        num_workers=2,
-        num_shards=num_shards,
-        tau=tau,
-        momentum=momentum,
-        timeout_s=DEADLINE_S,
-    )
-    store, models = dist.HashStore(), [make_model() for _ in range(2 + num_shards)]
-    inputs, targets = batch_of(0, 0, torch.float64)
-    first = float((models[0](inputs) - targets).square().mean().detach())
-    center = Packed(make_model()).flat.clone()
-
-    def body(world: World) -> None:
-        model, worker = models[world.rank], world.rank - num_shards
-        if worker < 0:
-            server = center_server(name, model, store, options, shard=world.rank)
-            server.serve()
-            begin, end = shard_bounds(center.numel(), num_shards)[world.rank]
-            center[begin:end] = server.center
-            return
-        rate = ElasticRate(beta=0.9) if "easgd" in name or "measgd" in name else None
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        method = join_center(name, Packed(model), store, worker, options, rate, lambda: LR)
-        for _ in range(20):
-            method.begin_pass()
-            (model(inputs) - targets).square().sum().div(BATCH).backward()
-            method.before_step(LR)
-            optimizer.step()
-            optimizer.zero_grad()
-            method.after_step(LR)
-        method.close()
-
-    run_threads(Mesh(data=2 + num_shards), body, timeout_s=DEADLINE_S)
-    model = make_model()
-    Packed(model).flat.copy_(center)
-    assert float((model(inputs) - targets).square().mean().detach()) < 0.5 * first
-
-
-def test_a_server_starts_from_a_snapshot_if_there_is_one(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path / "center", 1)
-    options = ServedOptions(run_id=RUN, num_workers=1, momentum=0.5)
-    flat = Packed(make_model()).flat
-    snapshots.save(flat + 1.0, 17, {"velocity": flat.clone()})
-    server = center_server(
-        "async_msgd", make_model(), dist.HashStore(), options, snapshots=snapshots
-    )
-    assert torch.equal(server.center, flat + 1.0)
-    assert server.books.version == 17
-    assert torch.equal(server._rule.state()["velocity"], flat)
-    server._door.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "changed", "rate", "text"),
-    [
-        ("sync_easgd", {}, None, r'method = "sync_easgd" is not one of'),
-        ("async_sgd", {"tau": 4}, None, 'tau = 4, but "async_sgd" sends every step'),
-        ("async_msgd", {}, None, "momentum = 0.0 and method"),
-        ("async_easgd", {"momentum": 0.9}, ElasticRate(beta=0.9), "momentum = 0.9 and method"),
-        ("async_easgd", {}, None, "needs one of alpha, beta and rho"),
-        ("downpour", {}, ElasticRate(beta=0.9), "has no alpha, beta or rho"),
-    ],
-)
-def test_wishes_that_do_not_fit_are_refused(
-    name: str, changed: dict[str, Any], rate: ElasticRate | None, text: str
-) -> None:
-    options = ServedOptions(run_id=RUN, num_workers=1, **changed)
-    packed = Packed(make_model())
-    with pytest.raises(ConfigError, match=text):
-        join_center(name, packed, dist.HashStore(), 0, options, rate, lambda: LR)

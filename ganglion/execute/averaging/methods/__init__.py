@@ -19,13 +19,7 @@ from ganglion.execute.averaging.methods.outer import (
     slow_momentum,
 )
 from ganglion.execute.averaging.methods.packed import Packed
-from ganglion.execute.averaging.methods.shared_center import (
-    SharedCenter,
-    places_of,
-    prepare,
-    sampled_of,
-    size_of,
-)
+from ganglion.execute.averaging.methods.shared_center import SharedCenter
 from ganglion.execute.averaging.methods.stopwatch import Stopwatch
 from ganglion.execute.averaging.methods.sums import Bounds, GroupSum, Meter, Sum, Votes
 from ganglion.execute.averaging.methods.sync import MEAN_OF, SUM_OF, SyncEasgd, SyncSgd
@@ -64,9 +58,5 @@ __all__ = [
     "elastic_step_",
     "local_sgd",
     "make_codec",
-    "places_of",
-    "prepare",
-    "sampled_of",
-    "size_of",
     "slow_momentum",
 ]

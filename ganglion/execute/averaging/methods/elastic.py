@@ -24,18 +24,3 @@ def elastic_step_(worker: Tensor, center: Tensor, alpha: float) -> None:
     force = elastic_force(worker, center, alpha)
     worker.sub_(force)
     center.add_(force)
-
-
-def pull_(worker: Tensor, center: Tensor, alpha: float) -> None:
-    """Move only the worker towards the centre: its half of an exchange."""
-    worker.sub_(elastic_force(worker, center, alpha))
-
-
-def move_center_(center: Tensor, worker: Tensor, alpha: float) -> None:
-    """Move only the centre towards one worker: its half of an exchange."""
-    center.add_(elastic_force(worker, center, alpha))
-
-
-def move_center_by_sum_(center: Tensor, total: Tensor, alpha: float, num_workers: int) -> None:
-    """Move the centre by the forces of all workers at once, whose weights sum to `total`."""
-    center.mul_(1.0 - num_workers * alpha).add_(total, alpha=alpha)

@@ -13,7 +13,6 @@ bounds alpha.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,43 +25,6 @@ from ganglion.execute.averaging.methods.motion import Motion
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.methods.shared_center import SharedCenter
 
-__all__ = ["HogwildEasgd", "HogwildSgd", "SharedCenter"]
-
-
-class RacedCenter(Protocol):
-    """A centre that workers read and write without asking each other."""
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers have a counter."""
-
-    @property
-    def numel(self) -> int:
-        """How many weights it has."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Their dtype."""
-
-    @property
-    def version(self) -> int:
-        """How many additions were made, by all workers."""
-
-    def read(self, out: Tensor) -> None:
-        """Copy the weights, whoever may be writing them."""
-
-    def add(self, worker: int, delta: Tensor) -> None:
-        """Add without a lock, and count it."""
-
-    def lost_update(self) -> float:
-        """Estimate |sum of additions - change of the centre|."""
-
-    def restart(self, first: Tensor) -> None:
-        """Put the centre at `first`, while nobody writes it."""
-
-    def memory(self) -> Tensor | None:
-        """Return the memory that all share, if this process sees it as a tensor."""
-
 
 class _Hogwild:
     """What both methods share: a place to start, counts, and the bound on staleness."""
@@ -70,7 +32,7 @@ class _Hogwild:
     def __init__(
         self,
         packed: Packed,
-        center: RacedCenter,
+        center: SharedCenter,
         worker: int,
         *,
         tau: int,
@@ -128,9 +90,8 @@ class _Hogwild:
         return self._motion.seen(metrics, size)
 
     def tensors(self) -> list[Tensor]:
-        """Return the centre as it was seen last; what all share is counted with the first."""
-        shared = self._shared.memory() if self._worker == 0 else None
-        return [self._seen] if shared is None else [self._seen, shared]
+        """Return the centre as it was last read; worker 0 also counts the shared memory."""
+        return [self._seen, self._shared.flat] if self._worker == 0 else [self._seen]
 
     def close(self) -> None:
         """Leave: what this worker added stays."""
@@ -169,7 +130,7 @@ class HogwildEasgd(_Hogwild):
     def __init__(
         self,
         packed: Packed,
-        center: RacedCenter,
+        center: SharedCenter,
         rate: ElasticRate,
         worker: int,
         *,
@@ -239,7 +200,7 @@ class HogwildSgd(_Hogwild):
     def __init__(
         self,
         packed: Packed,
-        center: RacedCenter,
+        center: SharedCenter,
         worker: int,
         *,
         tau: int = 1,

@@ -45,19 +45,19 @@ class SharedCenter:
         self.numel: int = numel
         self.dtype = _DTYPES[dtype]
         sample = min(numel, _MAX_SAMPLE)
-        places = places_of(num_workers, numel, _DTYPES[dtype])
+        places = _places_of(num_workers, numel, _DTYPES[dtype])
         self._counts = _view(memory, places[0], torch.int64, num_workers)
         self._first = _view(memory, places[1], torch.float64, sample)
         self._added = _view(memory, places[2], torch.float64, num_workers * sample)
         self._added = self._added.view(num_workers, sample)
         self.flat = _view(memory, places[3], _DTYPES[dtype], numel)
-        self._sampled = sampled_of(numel)
+        self._sampled = _sampled_of(numel)
 
     @classmethod
     def in_process(cls, first: Tensor, num_workers: int) -> SharedCenter:
         """Begin at the weights `first`, for threads of this process."""
-        memory = torch.zeros(size_of(num_workers, first), dtype=torch.uint8)
-        return cls(prepare(memory, first, num_workers))
+        memory = torch.zeros(_size_of(num_workers, first), dtype=torch.uint8)
+        return cls(_prepare(memory, first, num_workers))
 
     @classmethod
     def create(cls, path: Path, first: Tensor, num_workers: int) -> SharedCenter:
@@ -65,7 +65,7 @@ class SharedCenter:
 
         Whoever creates the file removes it.
         """
-        size = size_of(num_workers, first)
+        size = _size_of(num_workers, first)
         partial = path.with_name(path.name + ".partial")
         try:
             with partial.open("wb") as file:
@@ -76,7 +76,7 @@ class SharedCenter:
                 f"no room for a shared centre of {size} bytes at {path} ({error}): name a path "
                 f"with more room"
             ) from error
-        center = cls(prepare(_map(partial), first, num_workers))
+        center = cls(_prepare(_map(partial), first, num_workers))
         partial.replace(path)
         return center
 
@@ -123,21 +123,17 @@ class SharedCenter:
         self._first.copy_(self.flat[self._sampled])
         self._added.zero_()
 
-    def memory(self) -> Tensor | None:
-        """Return the weights, which are a part of the shared memory."""
-        return self.flat
-
     def _write(self, delta: Tensor) -> None:
         self.flat.add_(delta)
 
 
-def sampled_of(numel: int) -> Tensor:
+def _sampled_of(numel: int) -> Tensor:
     """Return which elements are sampled: evenly spread, so that no lost block is missed."""
     sample = min(numel, _MAX_SAMPLE)
     return torch.arange(sample) * numel // sample
 
 
-def places_of(num_workers: int, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
+def _places_of(num_workers: int, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Return where counts, first sample, summed samples and weights begin, and where all ends."""
     sample = min(numel, _MAX_SAMPLE)
     sizes = (
@@ -154,21 +150,21 @@ def places_of(num_workers: int, numel: int, dtype: torch.dtype) -> tuple[int, ..
     return tuple(ends)
 
 
-def size_of(num_workers: int, first: Tensor) -> int:
+def _size_of(num_workers: int, first: Tensor) -> int:
     """Return how many bytes the memory of a centre takes."""
     if num_workers < 1 or first.dtype not in _DTYPES:
         raise ConfigError(
             f"num_workers = {num_workers} and a centre of {first.dtype} cannot be shared: give 1 "
             f"worker or more, and float32 or float64"
         )
-    return places_of(num_workers, first.numel(), first.dtype)[-1]
+    return _places_of(num_workers, first.numel(), first.dtype)[-1]
 
 
 def _view(memory: Tensor, begin: int, dtype: torch.dtype, numel: int) -> Tensor:
     return memory[begin : begin + numel * dtype.itemsize].view(dtype)
 
 
-def prepare(memory: Tensor, first: Tensor, num_workers: int) -> Tensor:
+def _prepare(memory: Tensor, first: Tensor, num_workers: int) -> Tensor:
     """Write the head and the first weights into memory that is zero; return it."""
     numbers = [_MAGIC, _DTYPES.index(first.dtype), num_workers, first.numel()]
     memory[: 8 * _HEAD].view(torch.int64).copy_(torch.tensor(numbers))

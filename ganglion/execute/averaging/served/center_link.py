@@ -102,11 +102,11 @@ class CenterLink:
             self.block.payload.copy_(velocity)
             self._ask_beside(REMIND)
 
-    def ask(self, kind: str, *, step: int, rate: float = 0.0, with_payload: bool = True) -> None:
+    def ask(self, kind: str, *, step: int, rate: float = 0.0) -> None:
         """Send a request, with `block.payload`, which must stay as it is until it is answered."""
         assert self._asked is None, "one request at a time"
         self._number += 1
-        self._ask(self._envelope(kind, self._number, step, rate), with_payload)
+        self._ask(self._envelope(kind, self._number, step, rate), True)
 
     def answer(self) -> Answer:
         """Wait for the reply to the request."""

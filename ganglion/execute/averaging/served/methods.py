@@ -1,10 +1,9 @@
 """Methods whose centre is served: each worker exchanges on its own, whenever its own turn comes.
 
-| class            | the worker sends       | and then                            | server   |
-|------------------|------------------------|-------------------------------------|----------|
-| ServedEasgd      | its weights w          | gets c, w -= alpha * (w - c)        | Elastic  |
-| ServedEasgdDelta | e = alpha * (w - c)    | w -= e, once the server has taken e | Delta    |
-| ServedSgd        | what its optimizer did | starts again from the new centre    | Additive |
+| class       | the worker sends       | and then                            | server   |
+|-------------|------------------------|-------------------------------------|----------|
+| ServedEasgd | its weights w          | gets c, w -= alpha * (w - c)        | Elastic  |
+| ServedSgd   | what its optimizer did | starts again from the new centre    | Additive |
 
 ServedEasgd is Async EASGD first come first served, Async MEASGD if the optimizer has momentum, and
 Original EASGD if the server goes round robin. ServedSgd is Async SGD with tau = 1 and DOWNPOUR with
@@ -19,13 +18,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ganglion.decide.schedules.exchanges import ASYNC, EXCHANGE, PULL, PUSH, ElasticRate
-from ganglion.errors import ConfigError, ProtocolError
+from ganglion.decide.schedules.exchanges import ASYNC, EXCHANGE, PUSH, ElasticRate
+from ganglion.errors import ConfigError
 from ganglion.execute.averaging.methods import ExchangeMetrics, Motion, Packed, State, elastic_force
 from ganglion.execute.averaging.served.shards import Part, ShardedCenter
 from ganglion.execute.averaging.served.wire import AS_SENT, Envelope
-
-_MAX_TRIES = 10
 
 
 class _Served:
@@ -102,8 +99,13 @@ class _Served:
         self._distance = distance / center_norm if center_norm else 0.0
 
 
-class _Elastic(_Served):
-    """Workers under an elastic force, which is taken before a step and subtracted after it."""
+class ServedEasgd(_Served):
+    """Elastic averaging: weights go up, the centre comes down, and it is never stale.
+
+    The force is taken before a step and subtracted after it.
+    """
+
+    _is_atomic = True
 
     def __init__(
         self,
@@ -137,7 +139,6 @@ class _Elastic(_Served):
     def before_step(self, lr: float) -> None:
         """Start the exchange if no pass did, and end it unless it may overlap the step."""
         self._ask_if_due()
-        self._prepare()
         if self._is_asked:
             self._motion.begin_step(self._packed)
         if not self._overlap:
@@ -160,7 +161,6 @@ class _Elastic(_Served):
     def flush(self) -> None:
         """Return when nothing is in flight; the coming step applies what came."""
         if self._is_asked:
-            self._prepare()
             self._receive()
             self._is_asked = False
 
@@ -199,103 +199,26 @@ class _Elastic(_Served):
         self._packed.check()
         lr, num_workers = self._lr(), self._num_workers
         self._alpha = self._rate.following_alpha(lr, num_workers, self._tau, ASYNC)
-        self._send(self._packed.gather())
+        self._center.fill(self._packed.gather())
+        self._center.ask(EXCHANGE, step=self._num_steps, rate=self._alpha)
         self._is_asked, self._asked_at = True, self._num_steps
 
-    def _send(self, worker: Tensor) -> None:
-        """Send the first message of an exchange."""
-        raise NotImplementedError
-
-    def _prepare(self) -> None:
-        """Do what needs the weights before the step."""
-
     def _receive(self) -> None:
-        """Wait for the last answer and fill the force."""
-        raise NotImplementedError
+        """Wait for all answers and fill the force."""
+        square = 0.0
+        for part, answer in self._center.answers():
+            out, sent = self._force[part.begin : part.end], part.link.block.payload
+            elastic_force(sent, answer.payload, self._alpha, out=out)
+            square += float(torch.linalg.vector_norm(answer.payload)) ** 2
+        force = float(torch.linalg.vector_norm(self._force))
+        distance = force / self._alpha if self._alpha else 0.0
+        self._note(force, distance, square**0.5, moved=force)
+        self._has_force = True
 
     def _subtract(self) -> None:
         if self._has_force:
             self._packed.subtract(self._force)
             self._has_force = False
-
-    def _take_force(self, part: Part, worker: Tensor, center: Tensor) -> Tensor:
-        """Reckon the force of one shard in its place."""
-        out = self._force[part.begin : part.end]
-        return elastic_force(worker, center, self._alpha, out=out)
-
-    def _finish(self, center_square: float) -> None:
-        force = float(torch.linalg.vector_norm(self._force))
-        distance = force / self._alpha if self._alpha else 0.0
-        self._note(force, distance, center_square**0.5, moved=force)
-        self._has_force = True
-
-
-class ServedEasgd(_Elastic):
-    """Elastic averaging by weights: up and down cross, and what is read is never old."""
-
-    _is_atomic = True
-
-    def _send(self, worker: Tensor) -> None:
-        self._center.fill(worker)
-        self._center.ask(EXCHANGE, step=self._num_steps, rate=self._alpha)
-
-    def _receive(self) -> None:
-        square = 0.0
-        for part, answer in self._center.answers():
-            self._take_force(part, part.link.block.payload, answer.payload)
-            square += float(torch.linalg.vector_norm(answer.payload)) ** 2
-        self._finish(square)
-
-
-class ServedEasgdDelta(_Elastic):
-    """Elastic averaging by differences: pull the centre, push the force.
-
-    Others may write between the two, so a force that is too old is refused: it is reckoned again
-    from the centre that came with the refusal, and the worker moves only by what was taken.
-    """
-
-    _before: Tensor | None = None  # the weights that the force belongs to
-    _is_pulled = False
-    _square = 0.0
-
-    def _kept(self) -> list[Tensor]:
-        return [*super()._kept(), *(() if self._before is None else (self._before,))]
-
-    def _send(self, worker: Tensor) -> None:
-        self._is_pulled, self._square = False, 0.0
-        self._center.ask(PULL, step=self._num_steps, with_payload=False)
-
-    def _prepare(self) -> None:
-        if not self._is_asked or self._is_pulled:
-            return
-        self._is_pulled = True
-        if self._before is None:
-            self._before = torch.empty_like(self._force)
-        self._before.copy_(self._packed.gather())
-        for part, answer in self._center.answers(of_a_write=False):
-            self._square += float(torch.linalg.vector_norm(answer.payload)) ** 2
-            self._push(part, answer.payload)
-
-    def _receive(self) -> None:
-        for part in self._center.parts:
-            answer = self._center.answer_of(part)
-            for _ in range(_MAX_TRIES):
-                if not answer.envelope.is_refused:
-                    break
-                self._push(part, answer.payload)
-                answer = self._center.answer_of(part)
-            else:
-                raise ProtocolError(
-                    f"the centre refused {_MAX_TRIES} pushes of worker {part.link.worker} in a "
-                    f"row, the last {answer.envelope.staleness} versions late: raise max_staleness"
-                )
-        self._finish(self._square)
-
-    def _push(self, part: Part, center: Tensor) -> None:
-        assert self._before is not None, "the pull was answered before the step"
-        force = self._take_force(part, self._before[part.begin : part.end], center)
-        part.link.block.payload.copy_(force)
-        part.link.ask(PUSH, step=self._num_steps, rate=self._alpha)
 
 
 class ServedSgd(_Served):

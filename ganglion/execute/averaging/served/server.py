@@ -80,7 +80,6 @@ class _Asked(NamedTuple):
 class _Answered(NamedTuple):
     block: Block
     envelope: Envelope
-    with_payload: bool
 
 
 class CenterServer:
@@ -213,13 +212,13 @@ class CenterServer:
             self._remind(payload)
         known = self._rule.state().get("velocity")
         if envelope.kind != RECALL:
-            self._scratch.payload.copy_(self._rule.shown(self.center))
+            self._scratch.payload.copy_(self.center)
         else:  # buffers have none, and zero is what a centre at rest has
             self._scratch.payload.zero_()
             if known is not None:
                 self._scratch.payload[: known.numel()] = known
         reply = self._reply_to(envelope, self.books.version)
-        self._send(caller, _Answered(self._scratch, reply, True))
+        self._send(caller, _Answered(self._scratch, reply))
 
     def _remind(self, velocity: Tensor | None) -> None:
         self._rule.load({} if velocity is None else {"velocity": velocity.clone()})
@@ -275,11 +274,10 @@ class CenterServer:
         worker, kind = action.request.worker, action.request.kind
         block = self._block_of(worker)
         is_write = isinstance(action, Serve) and kind in WRITES
-        with_payload, apply_s, moved = True, 0.0, None
+        apply_s, moved = 0.0, None
         if is_write:
             start_s = time.perf_counter()
-            rate = asked.envelope.rate
-            with_payload = self._rule.apply(self.center, asked.payload, rate, block.payload)
+            self._rule.apply(self.center, asked.payload, asked.envelope.rate, block.payload)
             moved = self._rule.moved()
             apply_s = time.perf_counter() - start_s
             self._apply_s += apply_s
@@ -293,7 +291,7 @@ class CenterServer:
             apply_s=apply_s,
             moved=AS_SENT if moved is None else moved,
         )
-        self._answered[worker] = _Answered(block, reply, with_payload)
+        self._answered[worker] = _Answered(block, reply)
         self._send(asked.caller, self._answered[worker])
 
     def _repeat(self, asked: _Asked) -> None:
@@ -321,7 +319,7 @@ class CenterServer:
 
     def _send(self, caller: int, answer: _Answered) -> None:
         envelope = answer.envelope
-        data = answer.block.seal(envelope, with_payload=answer.with_payload)
+        data = answer.block.seal(envelope)
         self._door.say(caller, REPLY, data, step=envelope.step, version=envelope.version)
 
     def _save_if_due(self, kind: str) -> None:

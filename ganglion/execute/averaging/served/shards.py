@@ -108,28 +108,26 @@ class ShardedCenter:
         for part in self.parts:
             part.link.block.payload.copy_(flat[part.begin : part.end])
 
-    def ask(self, kind: str, *, step: int, rate: float = 0.0, with_payload: bool = True) -> None:
+    def ask(self, kind: str, *, step: int, rate: float = 0.0) -> None:
         """Ask all shards the same at once."""
         self._asked_s = time.perf_counter()
         for part in self.parts:
-            part.link.ask(kind, step=step, rate=rate, with_payload=with_payload)
+            part.link.ask(kind, step=step, rate=rate)
 
-    def answers(self, *, of_a_write: bool = True) -> Iterator[tuple[Part, Answer]]:
+    def answers(self) -> Iterator[tuple[Part, Answer]]:
         """Wait for the answer of each shard, one after the other."""
         for part in self.parts:
-            yield part, self.answer_of(part, of_a_write=of_a_write)
+            yield part, self._answer_of(part)
         if self._asked_s is not None:  # an answer that came early counts as taken: a bound
             self.comm_s += time.perf_counter() - self._asked_s
             self._asked_s = None
 
-    def answer_of(self, part: Part, *, of_a_write: bool = True) -> Answer:
-        """Wait for the answer of one shard; that to a write tells how stale it was."""
+    def _answer_of(self, part: Part) -> Answer:
         start_s = time.perf_counter()
         answer = part.link.answer()
         self.wait_s += time.perf_counter() - start_s
         self.num_refused += answer.envelope.is_refused
-        if of_a_write:
-            self.staleness[answer.envelope.staleness] += 1
+        self.staleness[answer.envelope.staleness] += 1
         self.max_queue = max(self.max_queue, answer.envelope.queue)
         self._count_members()
         self.apply_s += answer.envelope.apply_s
