@@ -17,7 +17,7 @@ from ganglion.decide.plan import FP16_MASTER
 from ganglion.decide.schedules.loss_scale import LossScale
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.train import Run, StepResult
-from ganglion.execute.update.verdict import Judge
+from ganglion.execute.update.policy import GradientPolicy
 from tests.support.covering import by_name, cells
 from tests.support.halves import Scale, train_in_half
 from tests.support.pipelines import plan_for
@@ -181,21 +181,23 @@ def train_at_once(world: World, plan: Plan, case: Case) -> Seen:
 
 
 def test_a_norm_that_is_no_number_is_an_overflow() -> None:
-    judge = Judge(1.0, LossScale())
-    verdict = judge.decide(0, torch.tensor(math.nan, dtype=torch.float64))
-    assert verdict.is_skipped and verdict.loss_scale == 2.0**16
-    assert judge.scale_of(1) == 2.0**15
+    policy = GradientPolicy(1.0, LossScale())
+    decision = policy.decide(0, torch.tensor(math.nan, dtype=torch.float64))
+    assert decision.is_skipped and decision.loss_scale == 2.0**16
+    assert policy.scale_of(1) == 2.0**15
 
 
 def test_the_factor_undoes_the_scale_and_clips() -> None:
-    judge = Judge(1.0, LossScale(initial=1024.0))
-    verdict = judge.decide(0, torch.tensor(4 * 1024.0, dtype=torch.float64))
-    assert float(verdict.norm) == 4
-    assert verdict.factor is not None and float(verdict.factor * 4096) == pytest.approx(1, rel=1e-6)
-    small = judge.decide(1, torch.tensor(512.0, dtype=torch.float64))
+    policy = GradientPolicy(1.0, LossScale(initial=1024.0))
+    decision = policy.decide(0, torch.tensor(4 * 1024.0, dtype=torch.float64))
+    assert float(decision.norm) == 4
+    assert decision.factor is not None and float(decision.factor * 4096) == pytest.approx(
+        1, rel=1e-6
+    )
+    small = policy.decide(1, torch.tensor(512.0, dtype=torch.float64))
     assert small.factor is not None and float(small.factor) == 1 / 1024
 
 
 def test_without_a_scale_nothing_is_skipped() -> None:
-    verdict = Judge(0.0).decide(0, torch.tensor(math.inf))
-    assert verdict.factor is None and not verdict.is_skipped and verdict.loss_scale is None
+    decision = GradientPolicy(0.0).decide(0, torch.tensor(math.inf))
+    assert decision.factor is None and not decision.is_skipped and decision.loss_scale is None

@@ -15,7 +15,7 @@ from ganglion.decide.schedules.pipeline.action import FORWARD, Message
 from ganglion.errors import ProtocolError
 from ganglion.execute.comm import Arrival, Header, World, run_threads
 from ganglion.execute.models import generate
-from ganglion.execute.pipeline.predictions import Predictions
+from ganglion.execute.pipeline.forward_only import ForwardOnlyInputs
 from tests.support.training import Case, make_batches, make_model, make_run, share_of
 
 CASE = Case(model="gpt", optimizer="sgd", num_steps=2)
@@ -113,7 +113,7 @@ def _arrival(microbatch: int) -> Arrival:
 
 
 def test_activations_that_come_twice_are_refused_also_when_their_run_is_over() -> None:
-    predictions, schedule = Predictions(), ForwardOnly(1, StageMap(2), range(2))
+    predictions, schedule = ForwardOnlyInputs(), ForwardOnly(1, StageMap(2), range(2))
     predictions.take(_arrival(0))
     with pytest.raises(ProtocolError, match=r"rank 0 sent .* which has come before"):
         predictions.take(_arrival(0))

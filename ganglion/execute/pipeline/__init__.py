@@ -4,9 +4,9 @@ from ganglion.execute.pipeline.agreement import Agreement
 from ganglion.execute.pipeline.chain import Call, Chain, LossFn, plain_call
 from ganglion.execute.pipeline.engine import Engine
 from ganglion.execute.pipeline.stage import Stage, StageSettings
+from ganglion.execute.pipeline.stage_actions import StageActions
 from ganglion.execute.pipeline.weight_gradients import Deferral, WeightStore, defer_weight_gradients
 from ganglion.execute.pipeline.widening import WidenedCall
-from ganglion.execute.pipeline.worker import Worker
 
 __all__ = [
     "Agreement",
@@ -16,10 +16,10 @@ __all__ = [
     "Engine",
     "LossFn",
     "Stage",
+    "StageActions",
     "StageSettings",
     "WeightStore",
     "WidenedCall",
-    "Worker",
     "defer_weight_gradients",
     "plain_call",
 ]

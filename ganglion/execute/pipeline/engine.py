@@ -35,13 +35,13 @@ from ganglion.decide.schedules.pipeline import (
 )
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.execute.comm import Arrival, Transport, silence
+from ganglion.execute.pipeline.action_errors import naming_action, note_action
 from ganglion.execute.pipeline.agreement import ORDER_KIND, Agreement
 from ganglion.execute.pipeline.alarm import ERROR_KIND, LISTEN_S, Alarm, leave, told_error
+from ganglion.execute.pipeline.forward_only import PREDICT_KIND, ForwardOnlyInputs
 from ganglion.execute.pipeline.ledger import Ledger
-from ganglion.execute.pipeline.naming import naming, note_action
 from ganglion.execute.pipeline.patience import Patience, gets_done
-from ganglion.execute.pipeline.predictions import PREDICT_KIND, Predictions
-from ganglion.execute.pipeline.worker import Predict, Worker
+from ganglion.execute.pipeline.stage_actions import Predict, StageActions
 from ganglion.trace import Recorder
 
 FORWARD_KIND, BACKWARD_KIND = "forward", "backward"
@@ -60,7 +60,7 @@ class Engine:
         schedule: RankSchedule,
         transport: Transport | None,
         rank_at: Callable[[int], int],
-        worker: Worker,
+        actions: StageActions,
         recorder: Recorder,
         timeout_s: float,
         *,
@@ -81,13 +81,13 @@ class Engine:
         self._follower = Follower(schedule) if is_led else None
         self._transport = transport
         self._rank_at = rank_at
-        self._worker = worker
+        self._actions = actions
         self._recorder = recorder
         self._timeout_s = timeout_s
         self._alarm = Alarm(transport, siblings)
         self._leaving = weakref.finalize(self, leave, self._alarm)
         self._payloads: dict[tuple[str, int, int], Tensor] = {}
-        self._predictions = Predictions()
+        self._forward_only = ForwardOnlyInputs()
         self._reducing: list[Action] = []
         self._patience = Patience(timeout_s, self._lost)
         self._num_stages = schedule.stage_map.num_stages
@@ -133,7 +133,7 @@ class Engine:
         """
         rank, stage_map = self._schedule.rank, self._schedule.stage_map
         schedule = ForwardOnly(rank, stage_map, microbatches, in_turn=self._in_turn)
-        self._predictions.begin(schedule)
+        self._forward_only.begin(schedule)
         with self.telling():
             while not schedule.done:
                 self._look()
@@ -143,7 +143,7 @@ class Engine:
                     continue
                 self._predict(action, predict)
                 schedule.on_finish(action)
-        self._predictions.end(microbatches)
+        self._forward_only.end(microbatches)
 
     def wait_for(self, is_done: Callable[[], bool], awaiting: str) -> None:
         """Return when something that runs by itself is done; meanwhile alarms are heard."""
@@ -207,9 +207,9 @@ class Engine:
         if self._agreement is not None and self._agreement.leads:
             self._agreement.announce(action)
         start_s = self._recorder.clock()
-        with naming(action, self._rank_at(action.stage)):
+        with naming_action(action, self._rank_at(action.stage)):
             if action.kind == REDUCE:
-                self._worker.start_reduce(action)
+                self._actions.start_reduce(action)
                 self._reducing.append(action)
                 return
             version = self._do(action)
@@ -219,26 +219,26 @@ class Engine:
 
     def _do(self, action: Action) -> int:
         if action.kind == UPDATE:
-            self._worker.update(action)
+            self._actions.update(action)
             self._end_update(action)
             return action.index + 1
         version = self._schedule.version_of(action.index)
         key = (action.kind, action.stage, action.index)
         if action.kind == FORWARD:
-            output = self._worker.forward(action, version, self._payloads.pop(key, None))
+            output = self._actions.forward(action, version, self._payloads.pop(key, None))
             self._ledger.went_forward(action.stage, action.index)
             self._send(FORWARD_KIND, action.stage + 1, action.index, version, output)
         elif action.kind == BACKWARD:
-            gradient = self._worker.backward(action, version, self._payloads.pop(key, None))
+            gradient = self._actions.backward(action, version, self._payloads.pop(key, None))
             self._send(BACKWARD_KIND, action.stage - 1, action.index, version, gradient)
         else:
-            self._worker.weight(action, version)
+            self._actions.weight(action, version)
         return version
 
     def _predict(self, action: Action, predict: Predict) -> None:
         self._patience.reset()
-        with naming(action, self._rank_at(action.stage)):
-            output = predict(action, self._predictions.pop(action))
+        with naming_action(action, self._rank_at(action.stage)):
+            output = predict(action, self._forward_only.pop(action))
         if output is not None:
             self._post(PREDICT_KIND, action.stage + 1, output, step=-1, microbatch=action.index)
 
@@ -358,8 +358,8 @@ class Engine:
 
     def _end_reductions(self) -> None:
         for action in list(self._reducing):
-            with naming(action, self._rank_at(action.stage)):
-                if not self._worker.is_reduced(action):
+            with naming_action(action, self._rank_at(action.stage)):
+                if not self._actions.is_reduced(action):
                     continue
             self._patience.reset()
             self._reducing.remove(action)
@@ -378,10 +378,10 @@ class Engine:
                 self._follower.take(order)
             return
         if header.kind == PREDICT_KIND:
-            self._predictions.take(arrival)
+            self._forward_only.take(arrival)
             return
         if kind is None:
-            if not self._worker.take(arrival):
+            if not self._actions.take(arrival):
                 raise ProtocolError(
                     f"rank {arrival.source} sent {header}, which no stage of this rank awaits"
                 )

@@ -47,12 +47,11 @@ from ganglion.execute.models import (
 )
 from ganglion.execute.pipeline import WidenedCall, plain_call
 from ganglion.execute.tensor import TensorSettings
-from ganglion.execute.train.assemble import assemble
 from ganglion.execute.train.averaged import AveragingSettings, all_are_made, average
+from ganglion.execute.train.build_pipeline import build_pipeline
 from ganglion.execute.train.drifting import agreeing, drifting
-from ganglion.execute.train.making_updates import make_update, store_weights
 from ganglion.execute.train.offloaded_activations import ActivationSettings, offload_activations
-from ganglion.execute.train.parts import Held, RunParts, RunRequest
+from ganglion.execute.train.parts import BuildContext, LocalModel, RunParts
 from ganglion.execute.train.random_stream import RandomStream
 from ganglion.execute.train.replica import Replica, autocast
 from ganglion.execute.train.replica_executor import ReplicaExecutor
@@ -63,10 +62,10 @@ from ganglion.execute.train.tensor_split import (
     choose_kept,
     make_blocks_real,
     share_pieces,
-    split_request,
+    split_blocks,
 )
 from ganglion.execute.update import (
-    Judge,
+    GradientPolicy,
     LrFactor,
     OffloadSettings,
     OptimizerFactory,
@@ -120,7 +119,7 @@ def parallelize(
     launch = read_launch(os.environ)
     world = _meet(launch, plan, timeout_s) if world is None else world
     device = pick_device(launch.local_rank) if device is None else device
-    request = RunRequest(
+    context = BuildContext(
         blocks=_placed(named_blocks(blocks), device, initial),
         loss_fn=loss_fn,
         optimizer_factory=optimizer_factory,
@@ -138,19 +137,19 @@ def parallelize(
         sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
         initial=_agreed(initial, world),
         averaging=_reachable(averaging or AveragingSettings(), launch, plan, timeout_s),
-        judge=Judge(max_grad_norm),
+        policy=GradientPolicy(max_grad_norm),
         call=plain_call,
         offload=offload or OffloadSettings(),
         activations=offload_activations(
             plan, activations or ActivationSettings(), device, timeout_s
         ),
     )
-    _same_start(request)
-    request = dataclasses.replace(request, costs=_costs(request))
-    request, splitting = split_request(request, cuts, tensor or TensorSettings())
+    _same_start(context)
+    context = dataclasses.replace(context, costs=_costs(context))
+    context, splitting = split_blocks(context, cuts, tensor or TensorSettings())
     _tune_heap(plan, keep_freed)
-    request, scaling = _in_precision(request, splitting)
-    return _build(request, splitting, scaling, lr_factor, overlap, seed)
+    context, scaling = _in_precision(context, splitting)
+    return _build(context, splitting, scaling, lr_factor, overlap, seed)
 
 
 def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
@@ -196,31 +195,33 @@ def _tune_heap(plan: Plan, keep_freed: bool) -> None:
         return_large_blocks()
 
 
-def _in_precision(request: RunRequest, splitting: Splitting) -> tuple[RunRequest, LossScale | None]:
-    """Return the request as the plan's precision computes, and the scale of its loss."""
-    plan, scaling, call = request.plan, None, request.call
+def _in_precision(
+    context: BuildContext, splitting: Splitting
+) -> tuple[BuildContext, LossScale | None]:
+    """Return the context as the plan's precision computes, and the scale of its loss."""
+    plan, scaling, call = context.plan, None, context.call
     if not plan.has_masters:
-        return request, None
+        return context, None
     if plan.precision == FP16_MASTER:
-        scaling = LossScale(delay=verdict_delay(plan, request.schedules))
+        scaling = LossScale(delay=verdict_delay(plan, context.schedules))
     if plan.compute_fp32:
         # Layers with stored weights widen them themselves, once they are gathered.
         call = WidenedCall() if splitting.weights is None else WidenedCall(splitting.weights.holds)
-    judge = Judge(request.max_grad_norm, scaling)
-    loss_fn = WideLoss(request.loss_fn)
-    return dataclasses.replace(request, judge=judge, call=call, loss_fn=loss_fn), scaling
+    policy = GradientPolicy(context.max_grad_norm, scaling)
+    loss_fn = WideLoss(context.loss_fn)
+    return dataclasses.replace(context, policy=policy, call=call, loss_fn=loss_fn), scaling
 
 
-def _costs(request: RunRequest) -> list[float]:
+def _costs(context: BuildContext) -> list[float]:
     """Return what each block costs: measured, if that is asked for and matters.
 
     Whole blocks are measured, for split ones meet other ranks inside.
     """
-    blocks, plan = request.blocks, request.plan
-    if request.sample is None or plan.pipe == 1 or plan.stage_boundaries:
+    blocks, plan = context.blocks, context.plan
+    if context.sample is None or plan.pipe == 1 or plan.stage_boundaries:
         return guessed_costs(blocks)
-    measured = measured_costs(blocks, request.loss_fn, request.sample, request.autocast)
-    return agreed_costs(request.world, measured)
+    measured = measured_costs(blocks, context.loss_fn, context.sample, context.autocast)
+    return agreed_costs(context.world, measured)
 
 
 def _recorder(world: World, recorder: Recorder | None) -> Recorder:
@@ -236,7 +237,7 @@ def _stream(seed: int, world: World, plan: Plan) -> RandomStream:
 
 
 def _build(
-    request: RunRequest,
+    context: BuildContext,
     splitting: Splitting,
     scaling: LossScale | None,
     lr_factor: LrFactor,
@@ -244,87 +245,89 @@ def _build(
     seed: int,
 ) -> Run:
     """Join the parts that the plan calls for."""
-    plan, rate = request.plan, RateSetter(lr_factor)
+    plan, rate = context.plan, RateSetter(lr_factor)
     # One stage that flushes is plain training; one that does not has a delay of its own.
-    whole = plan.pipe == 1 and planned_schedule(plan, 0, request.schedules).flushes
-    held = (
-        _replica(request, splitting, rate, overlap)
+    whole = plan.pipe == 1 and planned_schedule(plan, 0, context.schedules).flushes
+    local = (
+        _replica(context, splitting, rate, overlap)
         if whole
-        else assemble(request, splitting, rate)  # its reductions always overlap
+        else build_pipeline(context, splitting, rate)  # its reductions always overlap
     )
-    rate.take(held.optimizers)
-    all_are_made(plan, request.world, request.averaging)
+    rate.take(local.optimizers)
+    all_are_made(plan, context.world, context.averaging)
     return Run(
         RunParts(
-            plan=held.plan,
-            world=request.world,
-            device=request.device,
-            parameters=held.parameters,
-            buffers=named_buffers({name: request.blocks[name] for name in held.block_names}),
-            executor=drifting(held.executor, request.world, plan),
-            updates=held.updates,
-            feedback=held.feedback,
-            recorder=request.recorder,
+            plan=local.plan,
+            world=context.world,
+            device=context.device,
+            parameters=local.parameters,
+            buffers=named_buffers({name: context.blocks[name] for name in local.block_names}),
+            executor=drifting(local.executor, context.world, plan),
+            updates=local.updates,
+            feedback=local.feedback,
+            recorder=context.recorder,
             seed=seed,
             placements=splitting.placements,
             tensor_report=splitting.report,
-            averaged=held.averaged,
+            averaged=local.averaged,
             scaling=scaling,
         )
     )
 
 
-def _replica(request: RunRequest, splitting: Splitting, rate: RateSetter, overlap: bool) -> Held:
+def _replica(
+    context: BuildContext, splitting: Splitting, rate: RateSetter, overlap: bool
+) -> LocalModel:
     """Return the executor of a whole model on this rank."""
-    make_blocks_real(request, splitting, request.blocks)
-    parameters = named_parameters(request.blocks)
+    make_blocks_real(context, splitting, context.blocks)
+    parameters = named_parameters(context.blocks)
     _check_trainable(parameters)
-    stored = store_weights(request, request.blocks.values(), parameters)
-    share_pieces(request, splitting, parameters, wholly=True)
-    choose_kept(request, splitting, request.blocks)
+    stored = context.updates.store(context.blocks.values(), parameters)
+    share_pieces(context, splitting, parameters, wholly=True)
+    choose_kept(context, splitting, context.blocks)
     reducer = GradientReducer(
         parameters,
         splitting.reach,
-        request.recorder,
-        bucket_bytes=request.bucket_bytes,
+        context.recorder,
+        bucket_bytes=context.bucket_bytes,
         overlap=overlap,
         late=splitting.weights,
     )
-    update = make_update(request, stored, reducer.buckets)
-    plan, device, recorder = request.plan, request.device, request.recorder
-    tensors = {**parameters, **named_buffers(request.blocks)}
-    averaged = average(tensors, update.optimizers, plan, request.world, request.averaging)
+    update = context.updates.make(stored, reducer.buckets)
+    plan, device, recorder = context.plan, context.device, context.recorder
+    tensors = {**parameters, **named_buffers(context.blocks)}
+    averaged = average(tensors, update.optimizers, plan, context.world, context.averaging)
     replica = Replica(
-        request.blocks,
-        request.loss_fn,
+        context.blocks,
+        context.loss_fn,
         plan,
         device,
         reducer,
         recorder,
-        request.stream,
+        context.stream,
         splitting,
-        request.call,
-        request.activations,
+        context.call,
+        context.activations,
     )
     executor = ReplicaExecutor(
-        request.world,
+        context.world,
         replica,
         reducer,
         update,
         recorder,
         set_lr=rate.set,
-        judge=request.judge,
+        policy=context.policy,
         device=device,
         norm_group=splitting.norm_group,
         averaged=averaged,
-        among=agreeing(request.world, plan),
+        among=agreeing(context.world, plan),
     )
-    return Held(
+    return LocalModel(
         executor=executor,
         parameters=parameters,
         updates=[update],
         averaged=[] if averaged is None else [averaged],
-        block_names=tuple(request.blocks),
+        block_names=tuple(context.blocks),
         plan=plan,
     )
 
@@ -346,14 +349,14 @@ def _agreed(initial: InitialWeights | None, world: World) -> InitialWeights | No
     return dataclasses.replace(initial, seed=int(world.broadcast_text(str(initial.seed))))
 
 
-def _same_start(request: RunRequest) -> None:
+def _same_start(context: BuildContext) -> None:
     """Give every rank the weights of the first, unless each makes its own piece of them."""
-    if request.initial is not None:
+    if context.initial is not None:
         return
-    tensors = {**named_parameters(request.blocks), **named_buffers(request.blocks)}
+    tensors = {**named_parameters(context.blocks), **named_buffers(context.blocks)}
     for tensor in tensors.values():
         for axis in AXES:
-            request.world.group(axis).broadcast(tensor.detach()).wait()
+            context.world.group(axis).broadcast(tensor.detach()).wait()
 
 
 def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -23,7 +23,13 @@ from ganglion.execute.tensor import TensorReport
 from ganglion.execute.train.averaged import Averaged, AveragingSettings
 from ganglion.execute.train.executor import Executor
 from ganglion.execute.train.random_stream import RandomStream
-from ganglion.execute.update import Judge, OffloadSettings, OptimizerFactory, Update
+from ganglion.execute.update import (
+    GradientPolicy,
+    OffloadSettings,
+    OptimizerFactory,
+    Update,
+    UpdateFactory,
+)
 from ganglion.trace import Recorder
 
 
@@ -105,10 +111,11 @@ class RunParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
-    """What `parallelize` was asked for; `costs` tells what each block costs, to cut stages by.
+class BuildContext:
+    """What the parts of a run are built from.
 
-    The `judge` gives the verdict on the gradients of each batch; `call` runs a block.
+    `costs` holds the cost of each block, to cut stages by. The `policy` decides on the gradients of
+    each batch; `call` runs a block.
     """
 
     blocks: Mapping[str, nn.Module]
@@ -128,15 +135,27 @@ class RunRequest:
     sample: Sample | None
     initial: InitialWeights | None  # of blocks on the meta device
     averaging: AveragingSettings
-    judge: Judge
+    policy: GradientPolicy
     call: Call
     offload: OffloadSettings
     activations: ActivationOffload | None = None  # where they wait for their backward
     costs: Sequence[float] = ()
 
+    @property
+    def updates(self) -> UpdateFactory:
+        """What stores weights and makes their updates."""
+        return UpdateFactory(
+            plan=self.plan,
+            optimizer_factory=self.optimizer_factory,
+            offload=self.offload,
+            device=self.device,
+            recorder=self.recorder,
+            timeout_s=self.timeout_s,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LocalModel:
     """What this rank holds of a model, and what runs it."""
 
     executor: Executor

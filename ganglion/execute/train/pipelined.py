@@ -20,10 +20,10 @@ from ganglion.decide.schedules.pipeline import Action
 from ganglion.execute.comm import World, broadcast_tensor
 from ganglion.execute.models import evaluation_mode
 from ganglion.execute.pipeline import Engine
-from ganglion.execute.train.exchange import Exchange
 from ganglion.execute.train.executor import Share, StepResult
 from ganglion.execute.train.microbatches import cut_batch
 from ganglion.execute.train.stage_worker import StagePart, StageWorker
+from ganglion.execute.train.step_numbers import StepNumbers
 from ganglion.execute.update import as_input, wide
 from ganglion.trace import COMPUTE, Recorder
 
@@ -46,7 +46,7 @@ class PipelineExecutor:
         engine: Engine,
         worker: StageWorker,
         parts: Mapping[int, StagePart],
-        exchange: Exchange,
+        numbers: StepNumbers,
         recorder: Recorder,
         *,
         current_lr: Callable[[int], float],
@@ -65,7 +65,7 @@ class PipelineExecutor:
         self._engine = engine
         self._worker = worker
         self._parts = parts
-        self._exchange = exchange
+        self._numbers = numbers
         self._recorder = recorder
         self._current_lr = current_lr
         self._device = device
@@ -171,11 +171,11 @@ class PipelineExecutor:
 
     def _finish_next(self) -> StepResult:
         step = self._pending[0]
-        self._engine.run_until(step + 1, lambda: self._exchange.is_done(step))
+        self._engine.run_until(step + 1, lambda: self._numbers.is_done(step))
         self._pending.popleft()
-        loss, norm, stop, peak_bytes = self._exchange.take(step)
-        verdict = self._worker.take_verdict(step)
-        loss_scale = None if verdict is None else verdict.loss_scale
+        loss, norm, stop, peak_bytes = self._numbers.take(step)
+        decision = self._worker.take_decision(step)
+        loss_scale = None if decision is None else decision.loss_scale
         return StepResult(
             step=step + 1,
             loss=loss,
@@ -185,7 +185,7 @@ class PipelineExecutor:
             stop_requested=stop,
             finished_s=time.perf_counter(),
             loss_scale=loss_scale,
-            skipped=verdict is not None and verdict.is_skipped,
+            skipped=decision is not None and decision.is_skipped,
         )
 
     def _forwards(self, microbatches: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:

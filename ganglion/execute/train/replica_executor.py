@@ -15,7 +15,7 @@ from ganglion.execute.gradients import GradientReducer, global_norm
 from ganglion.execute.train.averaged import Averaged, averaging_around
 from ganglion.execute.train.executor import Share, StepResult
 from ganglion.execute.train.replica import Replica
-from ganglion.execute.update import Judge, Update, Verdict
+from ganglion.execute.update import GradientDecision, GradientPolicy, Update
 from ganglion.trace import COMPUTE, HOST, Recorder
 
 SetLr = Callable[[int], float]
@@ -33,7 +33,7 @@ class ReplicaExecutor:
         recorder: Recorder,
         *,
         set_lr: SetLr,
-        judge: Judge,
+        policy: GradientPolicy,
         device: torch.device,
         norm_group: Group | None = None,
         averaged: Averaged | None = None,
@@ -41,7 +41,7 @@ class ReplicaExecutor:
     ) -> None:
         """Join a replica with its gradients and their update; `set_lr(step)` sets the rate.
 
-        The `judge` says what becomes of gradients. With a `norm_group`, the ranks of it hold parts
+        The `policy` says what becomes of gradients. With a `norm_group`, the ranks of it hold parts
         of them; `averaged` weights are those of one worker. The ranks `among` agree on each
         step, None for all.
         """
@@ -51,7 +51,7 @@ class ReplicaExecutor:
         self._update = update
         self._recorder = recorder
         self._set_lr = set_lr
-        self._judge = judge
+        self._policy = policy
         self._device = device
         self._norm_group = norm_group
         self._averaged = averaged
@@ -71,16 +71,16 @@ class ReplicaExecutor:
         if self._averaged is not None:
             self._averaged.begin_pass()
         self._update.begin()
-        loss = self._replica.forward_backward(batch, step, self._judge.scale_of(step))
+        loss = self._replica.forward_backward(batch, step, self._policy.scale_of(step))
         lr = self._set_lr(step)
         self._replica.done_reading()
-        if self._update.is_gradual and not self._judge.needs_norm:
-            verdict = self._update_gradually(step, lr)
+        if self._update.is_gradual and not self._policy.needs_norm:
+            decision = self._update_gradually(step, lr)
         else:
-            verdict = self._update_at_once(step, lr)
+            decision = self._update_at_once(step, lr)
         self._replica.on_change()
         self._step += 1
-        yield self._agree(loss, verdict, lr)
+        yield self._agree(loss, decision, lr)
 
     def drain(self) -> Iterator[StepResult]:
         """Yield nothing: a step is over when it is over."""
@@ -120,25 +120,25 @@ class ReplicaExecutor:
         self._update.close()
         self._replica.close()
 
-    def _update_at_once(self, step: int, lr: float) -> Verdict:
-        """Update by the verdict on all gradients."""
+    def _update_at_once(self, step: int, lr: float) -> GradientDecision:
+        """Update by the decision on all gradients."""
         self._reducer.wait()
         with self._recorder.span(COMPUTE, "update", step=step):
-            verdict = self._judge.decide(step, self._norm())
-            if verdict.is_skipped:
+            decision = self._policy.decide(step, self._norm())
+            if decision.is_skipped:
                 self._update.skip()
             else:
                 with averaging_around(self._averaged, lr):
-                    self._update.step(self._reducer.buffers, verdict.factor)
-        return verdict
+                    self._update.step(self._reducer.buffers, decision.factor)
+        return decision
 
-    def _update_gradually(self, step: int, lr: float) -> Verdict:
+    def _update_gradually(self, step: int, lr: float) -> GradientDecision:
         """Update with each gradient as soon as it is summed; their norm is for the report alone."""
         with self._recorder.span(COMPUTE, "update", step=step):
             with averaging_around(self._averaged, lr):
                 self._update.step(self._reducer.buffers, None, self._reducer.wait_bucket)
             self._reducer.wait()
-            return self._judge.decide(step, self._norm())
+            return self._policy.decide(step, self._norm())
 
     @contextmanager
     def _at_center(self) -> Iterator[None]:
@@ -159,9 +159,9 @@ class ReplicaExecutor:
         self._norm_group.all_reduce(total).wait()
         return total.sqrt()[0]
 
-    def _agree(self, loss: Tensor, verdict: Verdict, lr: float) -> StepResult:
+    def _agree(self, loss: Tensor, decision: GradientDecision, lr: float) -> StepResult:
         """Exchange the few numbers of a step, so that every rank reports the same."""
-        numbers = (loss, self._stop, peak_bytes(self._device), verdict.norm)
+        numbers = (loss, self._stop, peak_bytes(self._device), decision.norm)
         mine = [float(number) for number in numbers]
         with self._recorder.span(HOST, "agree", step=self._step - 1):
             table = self._world.gather_numbers(mine, self._among)
@@ -174,6 +174,6 @@ class ReplicaExecutor:
             peak_bytes=int(table[:, 2].max()),
             stop_requested=bool(table[:, 1].any()),
             finished_s=time.perf_counter(),
-            loss_scale=verdict.loss_scale,
-            skipped=verdict.is_skipped,
+            loss_scale=decision.loss_scale,
+            skipped=decision.is_skipped,
         )

@@ -23,8 +23,14 @@ from ganglion.execute.gradients import GradientBuckets, sum_of_squares
 from ganglion.execute.pipeline import Stage
 from ganglion.execute.tensor import Weights
 from ganglion.execute.train.averaged import Averaged, averaging_around
-from ganglion.execute.train.exchange import Exchange
-from ganglion.execute.update import ErrorFeedback, Judge, Update, Verdict, WeightVersions
+from ganglion.execute.train.step_numbers import StepNumbers
+from ganglion.execute.update import (
+    ErrorFeedback,
+    GradientDecision,
+    GradientPolicy,
+    Update,
+    WeightVersions,
+)
 
 TIED = "tied"
 
@@ -68,23 +74,23 @@ class StageWorker:
     def __init__(
         self,
         parts: Mapping[int, StagePart],
-        exchange: Exchange,
+        numbers: StepNumbers,
         transport: Transport | None,
         set_lr: Callable[[int], float],
-        judge: Judge,
+        policy: GradientPolicy,
         weights: Weights | None = None,
     ) -> None:
         """Work with the stages `parts`; `set_lr(step)` sets the learning rate of an update.
 
-        The `judge` says what becomes of gradients; `weights` are those that are stored in pieces.
+        The `policy` says what becomes of gradients; `weights` are those that are stored in pieces.
         """
         self._weights = weights
         self._parts = parts
-        self._exchange = exchange
+        self._numbers = numbers
         self._transport = transport
         self._set_lr = set_lr
-        self._judge = judge
-        self._verdicts: dict[int, Verdict] = {}
+        self._policy = policy
+        self._decisions: dict[int, GradientDecision] = {}
         self._inputs: dict[int, Tensor] = {}
         # Tied gradients of other ranks, by batch, rank and the number of the tie.
         self._tied: dict[tuple[int, int, int], Tensor] = {}
@@ -207,11 +213,11 @@ class StageWorker:
         reduced.add(stage)
         if len(reduced) < len(self._parts):
             return True  # the last stage of this rank to be reduced speaks for all
-        if not self._exchange.is_started(batch):
+        if not self._numbers.is_started(batch):
             members = [number for number, of in self._batch_of.items() if of == batch]
             loss = self._parts[max(self._parts)].stage.take_loss(members)
-            self._exchange.start(batch, loss, self._square_norm(batch))
-        return not self._judge.needs_norm or self._exchange.is_done(batch)
+            self._numbers.start(batch, loss, self._square_norm(batch))
+        return not self._policy.needs_norm or self._numbers.is_done(batch)
 
     def _square_norm(self, batch: int) -> float:
         """Return the sum of squares of this rank's gradients; a tied one counts once."""
@@ -226,29 +232,29 @@ class StageWorker:
         return total
 
     def update(self, action: Action) -> None:
-        """Make the next weights of a stage, or leave them if that is the verdict."""
+        """Make the next weights of a stage, or leave them if that is the decision."""
         part, batch = self._parts[action.stage], action.index
         which = batch % part.num_sets
         part.buckets.select(which)
-        verdict, lr = self._verdict(batch), self._set_lr(batch)
-        if verdict is not None and verdict.is_skipped:
+        decision, lr = self._decision(batch), self._set_lr(batch)
+        if decision is not None and decision.is_skipped:
             part.update.skip()
         else:
             with averaging_around(part.averaged, lr):
-                part.update.step(part.buckets.buffers(which), verdict and verdict.factor)
+                part.update.step(part.buckets.buffers(which), decision and decision.factor)
         self.on_change()
         self._forget(action.stage, batch)
 
-    def take_verdict(self, batch: int) -> Verdict | None:
-        """Return the verdict on a batch that is updated, and forget it; None if none was needed."""
-        return self._verdicts.pop(batch, None)
+    def take_decision(self, batch: int) -> GradientDecision | None:
+        """Return the decision on an updated batch and forget it; None if none was needed."""
+        return self._decisions.pop(batch, None)
 
-    def _verdict(self, batch: int) -> Verdict | None:
-        """Return the verdict on a batch, the same for all stages of this rank."""
-        if self._judge.needs_norm and batch not in self._verdicts:
-            norm = torch.tensor(self._exchange.norm(batch), dtype=torch.float64)
-            self._verdicts[batch] = self._judge.decide(batch, norm)
-        return self._verdicts.get(batch)
+    def _decision(self, batch: int) -> GradientDecision | None:
+        """Return the decision on a batch, the same for all stages of this rank."""
+        if self._policy.needs_norm and batch not in self._decisions:
+            norm = torch.tensor(self._numbers.norm(batch), dtype=torch.float64)
+            self._decisions[batch] = self._policy.decide(batch, norm)
+        return self._decisions.get(batch)
 
     def _forget(self, stage: int, batch: int) -> None:
         self._started.discard((stage, batch))

@@ -29,7 +29,7 @@ from ganglion.execute.tensor import (
     split_cross_entropy,
 )
 from ganglion.execute.train.cutting import serial_names
-from ganglion.execute.train.parts import RunRequest
+from ganglion.execute.train.parts import BuildContext
 from ganglion.execute.update import SplitMatrices, over_pieces
 
 logger = logging.getLogger(__name__)
@@ -61,52 +61,52 @@ def unsplit(world: World, summed_axes: tuple[str, ...]) -> Splitting:
     return Splitting(reach=Reach(plain_group(world.group(*summed_axes))))
 
 
-def split_request(
-    request: RunRequest, cuts: ModelCuts | None, settings: TensorSettings
-) -> tuple[RunRequest, Splitting]:
-    """Return the request with split blocks and their loss; the given blocks are used up."""
-    world = request.world
+def split_blocks(
+    context: BuildContext, cuts: ModelCuts | None, settings: TensorSettings
+) -> tuple[BuildContext, Splitting]:
+    """Return the context with split blocks and their loss; the given blocks are used up."""
+    world = context.world
     if not is_split(world.mesh):
-        return request, unsplit(world, request.plan.summed_axes)
-    cuts = tensor_cuts(request.blocks) if cuts is None else cuts
-    names = (*named_parameters(request.blocks), *named_buffers(request.blocks))
-    split = apply_tensor_parallel(request.blocks, world, cuts.modules, settings)
+        return context, unsplit(world, context.plan.summed_axes)
+    cuts = tensor_cuts(context.blocks) if cuts is None else cuts
+    names = (*named_parameters(context.blocks), *named_buffers(context.blocks))
+    split = apply_tensor_parallel(context.blocks, world, cuts.modules, settings)
     group = split.grid.group(cuts.output_axis, "output")
     # Of its own: what an update exchanges must not queue behind gathers of layers.
     together = world.group(*TENSOR_AXES, use="updates")
     placements = {name: split.report.placements[name] for name in names}
     splitting = Splitting(
-        reach=_reaches(placements, world, request.plan.summed_axes),
+        reach=_reaches(placements, world, context.plan.summed_axes),
         placements=placements,
         weights=split.weights,
         report=split.report,
         norm_group=plain_group(together),
         whole_output=lambda output: gather(output, group, cuts.output_dim),
     )
-    loss_fn = _split_loss(request.loss_fn, group, cuts.output_dim)
+    loss_fn = _split_loss(context.loss_fn, group, cuts.output_dim)
     matrices = SplitMatrices(labelled(together, "muon"), world.mesh, placements)
-    factory = over_pieces(request.optimizer_factory, matrices)
+    factory = over_pieces(context.optimizer_factory, matrices)
     made = dataclasses.replace(
-        request, blocks=split.blocks, loss_fn=loss_fn, optimizer_factory=factory
+        context, blocks=split.blocks, loss_fn=loss_fn, optimizer_factory=factory
     )
     return made, splitting
 
 
-def choose_kept(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
+def choose_kept(context: BuildContext, splitting: Splitting, block_names: Iterable[str]) -> None:
     """Decide what stays gathered of the named blocks, those that this rank computes.
 
     Their weights must be stored in the precision of the plan: it decides how many fit.
     """
     if splitting.weights is None or splitting.report is None:
         return
-    held = serial_names(request.blocks, tuple(block_names))
+    held = serial_names(context.blocks, tuple(block_names))
     splitting.report.kept = splitting.weights.choose_kept(held.values())
-    if request.world.rank == 0:
+    if context.world.rank == 0:
         logger.info("tensor parallelism:\n%s", splitting.report)
 
 
 def share_pieces(
-    request: RunRequest,
+    context: BuildContext,
     splitting: Splitting,
     parameters: Mapping[str, nn.Parameter],
     *,
@@ -116,19 +116,21 @@ def share_pieces(
 
     Workers that are averaged pack their weights into memory of their own.
     """
-    if splitting.weights is not None and not request.plan.averages:
+    if splitting.weights is not None and not context.plan.averages:
         splitting.weights.share(parameters.values(), wholly=wholly)
 
 
-def make_blocks_real(request: RunRequest, splitting: Splitting, block_names: Iterable[str]) -> None:
+def make_blocks_real(
+    context: BuildContext, splitting: Splitting, block_names: Iterable[str]
+) -> None:
     """Give the named blocks memory and initial weights, if they were built without."""
-    if request.initial is None:
+    if context.initial is None:
         return
     names = tuple(block_names)
-    tensors: dict[str, Tensor] = dict(serial_names(request.blocks, names))
+    tensors: dict[str, Tensor] = dict(serial_names(context.blocks, names))
     for name in names:
-        tensors |= request.blocks[name].named_buffers(prefix=name)
-    make_real(tensors, request.initial, splitting.placements, request.world, request.device)
+        tensors |= context.blocks[name].named_buffers(prefix=name)
+    make_real(tensors, context.initial, splitting.placements, context.world, context.device)
 
 
 def _reaches(

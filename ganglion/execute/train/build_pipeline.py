@@ -32,11 +32,10 @@ from ganglion.execute.pipeline import (
 from ganglion.execute.train.averaged import average
 from ganglion.execute.train.cutting import Stages, cut_model, serial_names
 from ganglion.execute.train.drifting import agreeing
-from ganglion.execute.train.exchange import Exchange
-from ganglion.execute.train.making_updates import make_update, store_weights
-from ganglion.execute.train.parts import Held, RunRequest
+from ganglion.execute.train.parts import BuildContext, LocalModel
 from ganglion.execute.train.pipelined import PipelineExecutor, StageAt
 from ganglion.execute.train.stage_worker import StagePart, StageWorker, Tie
+from ganglion.execute.train.step_numbers import StepNumbers
 from ganglion.execute.train.tensor_split import (
     Splitting,
     choose_kept,
@@ -47,68 +46,68 @@ from ganglion.execute.train.tensor_split import (
 from ganglion.execute.update import ErrorFeedback, RateSetter, WeightVersions
 
 
-def assemble(request: RunRequest, splitting: Splitting, rate: RateSetter) -> Held:
+def build_pipeline(context: BuildContext, splitting: Splitting, rate: RateSetter) -> LocalModel:
     """Build the pipeline rank of this process; all ranks do so at the same time.
 
     Reductions always overlap: the schedule says when they begin.
     """
-    plan, world = request.plan, request.world
-    schedule = planned_schedule(plan, world.coordinates.pipe, request.schedules)
-    if plan.schedule == "stash" and request.max_grad_norm > 0:
+    plan, world = context.plan, context.world
+    schedule = planned_schedule(plan, world.coordinates.pipe, context.schedules)
+    if plan.schedule == "stash" and context.max_grad_norm > 0:
         raise ConfigError(
-            f"optimizer.max_grad_norm = {request.max_grad_norm} needs the gradients of all stages "
+            f"optimizer.max_grad_norm = {context.max_grad_norm} needs the gradients of all stages "
             f'at one moment, which parallel.schedule = "stash" never has: set it to 0'
         )
     check_flushes(plan, schedule)
-    cut = cut_model(request.blocks, plan, schedule.stage_map, request.costs)
+    cut = cut_model(context.blocks, plan, schedule.stage_map, context.costs)
     agrees = is_split(world.mesh) and not isinstance(schedule, ListedSchedule)
     axes = ("pipe", *TENSOR_AXES) if is_split(world.mesh) else ("pipe",)
     has_mail = plan.pipe > 1 or agrees
-    transport = world.open_transport(*axes, trace=request.recorder) if has_mail else None
+    transport = world.open_transport(*axes, trace=context.recorder) if has_mail else None
     rank_at = _rank_at(world, schedule)
     stages = schedule.stage_map.stages_of(world.coordinates.pipe)
     block_names = tuple(name for number in stages for name in cut.stages[number])
-    make_blocks_real(request, splitting, block_names)
+    make_blocks_real(context, splitting, block_names)
     parts: dict[int, StagePart] = {}
     for number in stages:
-        parts[number] = _part(number, request, schedule, cut, rank_at, splitting, parts.values())
-    choose_kept(request, splitting, block_names)
-    _average(parts, request, cut)
+        parts[number] = _part(number, context, schedule, cut, rank_at, splitting, parts.values())
+    choose_kept(context, splitting, block_names)
+    _average(parts, context, cut)
     # Replicas meet in reductions only; what fails in one must reach the others before.
     has_siblings = plan.pipe > 1 and plan.data > 1
     siblings = world.open_transport("data") if has_siblings else None
     executor = _executor(
-        request, schedule, parts, (transport, siblings), rank_at, rate, splitting, agrees
+        context, schedule, parts, (transport, siblings), rank_at, rate, splitting, agrees
     )
-    return Held(
+    return LocalModel(
         executor=executor,
         parameters={name: p for part in parts.values() for name, p in part.parameters.items()},
         updates=[part.update for part in parts.values()],
-        feedback=_feedback(parts.values()) if request.error_feedback else None,
+        feedback=_feedback(parts.values()) if context.error_feedback else None,
         averaged=[part.averaged for part in parts.values() if part.averaged is not None],
         block_names=block_names,
-        plan=_as_decided(request, cut),
+        plan=_as_decided(context, cut),
     )
 
 
-def _average(parts: Mapping[int, StagePart], request: RunRequest, cut: Stages) -> None:
+def _average(parts: Mapping[int, StagePart], context: BuildContext, cut: Stages) -> None:
     """Let the stages of this rank be averaged with those of other workers, if the plan says so."""
     for position, (number, part) in enumerate(parts.items()):
-        buffers = named_buffers({name: request.blocks[name] for name in cut.stages[number]})
+        buffers = named_buffers({name: context.blocks[name] for name in cut.stages[number]})
         part.averaged = average(
             {**part.parameters, **buffers},
             part.update.optimizers,
-            request.plan,
-            request.world,
-            request.averaging,
+            context.plan,
+            context.world,
+            context.averaging,
             position,
         )
 
 
-def _as_decided(request: RunRequest, cut: Stages) -> Plan:
+def _as_decided(context: BuildContext, cut: Stages) -> Plan:
     """Return the plan with what it left open: a resumed run cuts at the same places."""
-    limit = planned_options(request.plan, request.schedules).limit or 0
-    return dataclasses.replace(request.plan, stage_boundaries=cut.boundaries, limit=limit)
+    limit = planned_options(context.plan, context.schedules).limit or 0
+    return dataclasses.replace(context.plan, stage_boundaries=cut.boundaries, limit=limit)
 
 
 def _rank_at(world: World, schedule: RankSchedule) -> Callable[[int], int]:
@@ -121,7 +120,7 @@ def _rank_at(world: World, schedule: RankSchedule) -> Callable[[int], int]:
 
 def _part(
     number: int,
-    request: RunRequest,
+    context: BuildContext,
     schedule: RankSchedule,
     cut: Stages,
     rank_at: Callable[[int], int],
@@ -129,35 +128,35 @@ def _part(
     earlier: Iterable[StagePart],
 ) -> StagePart:
     """Build a stage; a parameter that an earlier stage of this rank has belongs to that one."""
-    blocks = [request.blocks[name] for name in cut.stages[number]]
+    blocks = [context.blocks[name] for name in cut.stages[number]]
     taken = {name for part in earlier for name in part.parameters}
-    named = serial_names(request.blocks, cut.stages[number])
+    named = serial_names(context.blocks, cut.stages[number])
     parameters = {name: p for name, p in named.items() if name not in taken}
-    stored = store_weights(request, blocks, parameters)
+    stored = context.updates.store(blocks, parameters)
     trainable = stored.trainable
-    num_kept = _versions_kept(request, schedule)
+    num_kept = _versions_kept(context, schedule)
     versions = WeightVersions(trainable, num_kept) if num_kept > 1 and trainable else None
     if versions is None:  # versions have memory of their own
-        share_pieces(request, splitting, parameters, wholly=False)
+        share_pieces(context, splitting, parameters, wholly=False)
     num_sets = max(1, num_kept)
     buckets = GradientBuckets(
         trainable,
         splitting.reach,
-        request.recorder,
-        bucket_bytes=request.bucket_bytes,
+        context.recorder,
+        bucket_bytes=context.bucket_bytes,
         num_sets=num_sets,
     )
-    feedback = ErrorFeedback(versions) if versions and request.error_feedback else None
+    feedback = ErrorFeedback(versions) if versions and context.error_feedback else None
     return StagePart(
         stage=Stage(
             number,
             blocks,
             cut.first_block(number),
-            _settings(number, request, schedule, cut, blocks),
+            _settings(number, context, schedule, cut, blocks),
         ),
         parameters=parameters,
         buckets=buckets,
-        update=make_update(request, stored, buckets, versions, feedback),
+        update=context.updates.make(stored, buckets, versions, feedback),
         versions=versions,
         feedback=feedback,
         ties=_ties(number, cut, parameters, rank_at),
@@ -170,38 +169,38 @@ def _feedback(parts: Iterable[StagePart]) -> dict[str, Tensor]:
     return {n: t for p in parts if p.feedback is not None for n, t in p.feedback.previous.items()}
 
 
-def _versions_kept(request: RunRequest, schedule: RankSchedule) -> int:
+def _versions_kept(context: BuildContext, schedule: RankSchedule) -> int:
     """Return how many versions a stage needs room for; the bound may depend on the batch."""
-    probe = planned_schedule(request.plan, schedule.rank, request.schedules)
-    probe.admit(request.plan.num_microbatches)
+    probe = planned_schedule(context.plan, schedule.rank, context.schedules)
+    probe.admit(context.plan.num_microbatches)
     return probe.version_bound if schedule.flushes else max(2, probe.version_bound)
 
 
 def _settings(
     number: int,
-    request: RunRequest,
+    context: BuildContext,
     schedule: RankSchedule,
     cut: Stages,
     blocks: Sequence[nn.Module],
 ) -> StageSettings:
     last = schedule.stage_map.num_stages - 1
-    plan, stream = request.plan, request.stream
+    plan, stream = context.plan, context.stream
 
     def seed_block(microbatch: int, block: int) -> None:
         step, place = divmod(microbatch, plan.num_microbatches)
         stream.seed_block(step, place, block)
 
     return StageSettings(
-        loss_fn=request.loss_fn if number == last else None,
+        loss_fn=context.loss_fn if number == last else None,
         loss_scale=1.0 / (plan.num_microbatches * plan.num_summed_shares),
         num_stages=last + 1,
         seed_block=seed_block,
-        autocast=request.autocast,
-        segments=segments(plan, cut.span(number), len(request.blocks)),
-        offload=request.activations,
+        autocast=context.autocast,
+        segments=segments(plan, cut.span(number), len(context.blocks)),
+        offload=context.activations,
         deferral=defer_weight_gradients(blocks) if schedule.splits_backward else None,
-        dynamic_scale=lambda number: request.judge.scale_of(number // plan.num_microbatches),
-        call=request.call,
+        dynamic_scale=lambda number: context.policy.scale_of(number // plan.num_microbatches),
+        call=context.call,
     )
 
 
@@ -239,7 +238,7 @@ def _agreement(world: World, transport: Transport | None) -> Agreement:
 
 
 def _executor(
-    request: RunRequest,
+    context: BuildContext,
     schedule: RankSchedule,
     parts: Mapping[int, StagePart],
     transports: tuple[Transport | None, Transport | None],
@@ -249,7 +248,7 @@ def _executor(
     agrees: bool,
 ) -> PipelineExecutor:
     transport, siblings = transports
-    world = request.world
+    world = context.world
     rates: dict[int, float] = {}
 
     def set_rate(step: int) -> float:
@@ -257,40 +256,40 @@ def _executor(
         return rates[step]
 
     def own_numbers() -> tuple[float, float]:
-        return float(executor.stop_requested), float(peak_bytes(request.device))
+        return float(executor.stop_requested), float(peak_bytes(context.device))
 
     stage_map = schedule.stage_map
     last = StageAt(stage_map.num_stages - 1, stage_map.rank_of(stage_map.num_stages - 1))
-    exchange = Exchange(
-        request.world,
+    numbers = StepNumbers(
+        context.world,
         own_numbers,
         loss_pipe=last.pipe,
-        by_replica=request.plan.averages,
-        among=agreeing(world, request.plan),
+        by_replica=context.plan.averages,
+        among=agreeing(world, context.plan),
     )
-    worker = StageWorker(parts, exchange, transport, set_rate, request.judge, splitting.weights)
+    worker = StageWorker(parts, numbers, transport, set_rate, context.policy, splitting.weights)
     engine = Engine(
         schedule,
         transport,
         rank_at,
         worker,
-        request.recorder,
-        request.timeout_s,
+        context.recorder,
+        context.timeout_s,
         siblings=siblings,
         agreement=_agreement(world, transport) if agrees else None,
         in_turn=is_split(world.mesh),
     )
     executor = PipelineExecutor(
-        request.plan,
-        request.world,
+        context.plan,
+        context.world,
         engine,
         worker,
         parts,
-        exchange,
-        request.recorder,
+        numbers,
+        context.recorder,
         current_lr=lambda step: rates.pop(step),
-        device=request.device,
-        lag=0 if schedule.flushes else _lag(request.plan),
+        device=context.device,
+        lag=0 if schedule.flushes else _lag(context.plan),
         last=last,
         whole_output=splitting.whole_output,
     )

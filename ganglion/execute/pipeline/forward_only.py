@@ -15,7 +15,7 @@ from ganglion.execute.comm import Arrival
 PREDICT_KIND = "predict"
 
 
-class Predictions:
+class ForwardOnlyInputs:
     """What came for the stages of this rank, by stage and microbatch."""
 
     def __init__(self) -> None:

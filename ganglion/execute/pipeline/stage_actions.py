@@ -14,7 +14,7 @@ from ganglion.execute.comm import Arrival
 Predict = Callable[[Action, Tensor | None], Tensor | None]
 
 
-class Worker(Protocol):
+class StageActions(Protocol):
     """What does the actions of one rank."""
 
     def forward(self, action: Action, version: int, hidden: Tensor | None) -> Tensor | None:

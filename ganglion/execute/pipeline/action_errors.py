@@ -28,7 +28,7 @@ ACTION_NAMES = {
 
 
 @contextmanager
-def naming(action: Action, rank: int) -> Iterator[None]:
+def naming_action(action: Action, rank: int) -> Iterator[None]:
     """Let errors inside say which action failed; ranks that cannot talk name themselves."""
     try:
         yield

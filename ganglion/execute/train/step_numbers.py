@@ -1,4 +1,4 @@
-"""The few numbers that ranks exchange once a step, without waiting for each other.
+"""The numbers that ranks gather once a step, without waiting for each other.
 
 Every rank puts in its loss, the sum of squares of its gradients, whether it was asked to stop and
 its memory; every rank gets the table. It is started when a batch is back on a rank and read when
@@ -22,7 +22,7 @@ class _Table:
     rows: Tensor
 
 
-class Exchange:
+class StepNumbers:
     """Tables of the steps under way."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Exchange:
         self._with_loss = [rank for rank, at in enumerate(coordinates) if at.pipe == loss_pipe]
 
     def is_started(self, step: int) -> bool:
-        """Say whether this rank has put its numbers in."""
+        """Return whether this rank has put its numbers in."""
         return step in self._tables
 
     def start(self, step: int, loss: float, square_norm: float) -> None:
@@ -63,11 +63,11 @@ class Exchange:
         self._tables[step] = _Table(handle, rows)
 
     def is_done(self, step: int) -> bool:
-        """Say whether everybody's numbers are there, without waiting."""
+        """Return whether the numbers of all ranks are there, without waiting."""
         return self._tables[step].handle.is_done()
 
     def norm(self, step: int) -> float:
-        """Return the norm of all gradients of this replica; waits for everybody's numbers."""
+        """Return the norm of all gradients of this replica; wait for the numbers of all ranks."""
         return self._norm_of(step, self._own)
 
     def take(self, step: int) -> tuple[float, float, bool, int]:
@@ -80,7 +80,7 @@ class Exchange:
 
     def _norm_of(self, step: int, replica: int) -> float:
         square = float(self._rows(step)[self._replicas[replica], 1].sum())
-        # Rounding may leave less than nothing, but what is no number must stay none.
+        # Rounding may leave a negative sum, but NaN must stay NaN.
         return 0.0 if square < 0 else math.sqrt(square)
 
     def _rows(self, step: int) -> Tensor:

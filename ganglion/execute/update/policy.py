@@ -1,7 +1,7 @@
-"""The verdict on the gradients of a batch, from their norm over all ranks: a factor, or no update.
+"""Decide on the gradients of a batch from their norm over all ranks: a factor, or no update.
 
-norm not finite (fp16)   skipped on every rank alike: all know the same norm
-else                     factor = clipping / loss scale, None where nothing is to be done
+norm not finite (fp16)   skipped on every rank: all know the same norm
+otherwise                factor = clipping / loss scale, None if there is neither
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ganglion.decide.schedules import LossScale
 from ganglion.execute.gradients import clip_factor
 
 
-class Verdict(NamedTuple):
-    """What becomes of the gradients of a batch; `norm` is that of the unscaled ones."""
+class GradientDecision(NamedTuple):
+    """The factor of the gradients of a batch, or a skip; `norm` is without the loss scale."""
 
     norm: Tensor
     factor: Tensor | None = None
@@ -24,8 +24,8 @@ class Verdict(NamedTuple):
     loss_scale: float | None = None
 
 
-class Judge:
-    """Gives the verdict on every batch, once each and in order."""
+class GradientPolicy:
+    """Decides on every batch, once each and in order."""
 
     def __init__(self, max_grad_norm: float, scaling: LossScale | None = None) -> None:
         """Clip to `max_grad_norm`, if it is above 0; `scaling` is that of the losses."""
@@ -38,21 +38,21 @@ class Judge:
         return self._max_grad_norm > 0 or self._scaling is not None
 
     def scale_of(self, batch: int) -> float:
-        """Return what the loss of a batch is multiplied with."""
+        """Return the factor of the loss of a batch."""
         return 1.0 if self._scaling is None else self._scaling.scale_of(batch)
 
-    def decide(self, batch: int, norm: Tensor) -> Verdict:
-        """Return the verdict on a batch whose gradients have this norm."""
+    def decide(self, batch: int, norm: Tensor) -> GradientDecision:
+        """Return the decision on a batch whose gradients have this norm."""
         if self._scaling is None:
-            return Verdict(norm, self._clipping(norm))
+            return GradientDecision(norm, self._clipping(norm))
         scale, is_fine = self._scaling.scale_of(batch), bool(torch.isfinite(norm))
         self._scaling.record(batch, is_fine)
         norm = norm / scale
         if not is_fine:
-            return Verdict(norm, is_skipped=True, loss_scale=scale)
+            return GradientDecision(norm, is_skipped=True, loss_scale=scale)
         clipping = self._clipping(norm)
         factor = torch.tensor(1.0) if clipping is None else clipping
-        return Verdict(norm, factor / scale, loss_scale=scale)
+        return GradientDecision(norm, factor / scale, loss_scale=scale)
 
     def _clipping(self, norm: Tensor) -> Tensor | None:
         return clip_factor(norm, self._max_grad_norm) if self._max_grad_norm > 0 else None
