@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ganglion.decide.shapes.models import ConvShape
+from ganglion.decide.shapes import ConvShape
 from ganglion.decide.simulator.averaging.result import (
     EXCHANGE,
     GATHER,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ganglion.decide.costs import MIXED, TWO_MASTERS, StateRules, Tier, state_memory
-from ganglion.decide.shapes import Parameter, gpt_parameters
+from ganglion.decide.shapes import GPTShape, Parameter, parameters_of
 from ganglion.decide.topology import Mesh
 
 GB = 1e9
@@ -44,18 +44,20 @@ def published() -> list[Published]:
 
 
 def _gpt(num_layers: int, hidden: int, heads: int, *, tied: bool) -> list[tuple[Parameter, ...]]:
-    return gpt_parameters(
-        vocab_size=50304,
-        seq_len=512,
-        num_layers=num_layers,
-        hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_size=hidden // heads,
-        mlp_hidden=4 * hidden,
-        positions="learned" if tied else "rotary",
-        tied_embedding=tied,
-        bias=True,
+    return parameters_of(
+        GPTShape(
+            vocab_size=50304,
+            seq_len=512,
+            num_layers=num_layers,
+            hidden=hidden,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_size=hidden // heads,
+            mlp_hidden=4 * hidden,
+            positions="learned" if tied else "rotary",
+            tied_embedding=tied,
+            bias=True,
+        )
     )
 
 

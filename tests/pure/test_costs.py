@@ -36,8 +36,7 @@ from ganglion.decide.costs.stages import (
 )
 from ganglion.decide.costs.times import StageTimes
 from ganglion.decide.plan import Plan
-from ganglion.decide.shapes.blocks import BlockCost, conv_blocks, gpt_blocks, mlp_blocks
-from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape
+from ganglion.decide.shapes import BlockCost, ConvShape, GPTShape, MLPShape, ModelShape, blocks_of
 from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, LayoutError, UnknownKeyError
 from ganglion.units import KIB, MIB
@@ -310,16 +309,18 @@ def test_rings_divide_the_collective_rate() -> None:
 def test_flop_of_the_published_12b_model() -> None:
     """AxoNN (2110.13005) after 2104.04473: 96 b s l h^2 (1 + s/6h + V/16lh), forward recomputed."""
     b, s, layers, h, vocab = 16384, 512, 48, 4512, 51200
-    blocks = gpt_blocks(
-        vocab_size=vocab,
-        seq_len=s,
-        num_layers=layers,
-        hidden=h,
-        num_heads=24,
-        num_kv_heads=24,
-        head_size=h // 24,
-        mlp_hidden=4 * h,
-        microbatch_size=b,
+    blocks = blocks_of(
+        GPTShape(
+            vocab_size=vocab,
+            seq_len=s,
+            num_layers=layers,
+            hidden=h,
+            num_heads=24,
+            num_kv_heads=24,
+            head_size=h // 24,
+            mlp_hidden=4 * h,
+        ),
+        b,
     )
     # The formula recomputes the layers, but not the head.
     flops = sum(one.total_flops + one.forward_flops for one in blocks[:-1]) + blocks[-1].total_flops
@@ -337,8 +338,8 @@ def test_attention_scores_have_no_weight_gradient() -> None:
         "num_heads": 3,
         "num_kv_heads": 1,
     }
-    sizes: dict[str, Any] = {"head_size": 2, "mlp_hidden": 5, "seq_len": 4, "microbatch_size": 2}
-    embedding, attention, mlp, head = gpt_blocks(**shape, **sizes)
+    sizes: dict[str, Any] = {"head_size": 2, "mlp_hidden": 5, "seq_len": 4}
+    embedding, attention, mlp, head = blocks_of(GPTShape(**shape, **sizes), 2)
     # queries 6, keys and values 2 each: products with 6 x 10 and 6 x 6 weights on 8 rows
     products, scores = 2 * 8 * (60 + 36), 2 * (2 * 2 * 3 * 4 * 4 * 2)
     assert attention.forward_flops == products + scores
@@ -350,9 +351,7 @@ def test_attention_scores_have_no_weight_gradient() -> None:
 
 
 def test_first_layer_needs_no_input_gradient() -> None:
-    first, second = mlp_blocks(
-        num_inputs=7, num_outputs=3, num_layers=2, hidden=5, microbatch_size=4
-    )
+    first, second = blocks_of(MLPShape(num_inputs=7, num_outputs=3, num_layers=2, hidden=5), 4)
     assert (first.forward_flops, first.input_flops, first.weight_flops) == (280, 0, 280)
     assert (second.forward_flops, second.input_flops, second.weight_flops) == (120, 120, 120)
     assert [first.num_parameters, second.num_parameters] == [40, 18]
@@ -360,7 +359,7 @@ def test_first_layer_needs_no_input_gradient() -> None:
 
 def test_convolutions_of_lenet() -> None:
     """LeNet-5 on 28 x 28 pixels: 61706 parameters, 416520 multiplications a sample."""
-    blocks = conv_blocks(image_size=28, num_channels=1, num_outputs=10, microbatch_size=1)
+    blocks = blocks_of(ConvShape(image_size=28, num_channels=1, num_outputs=10), 1)
     assert sum(one.num_parameters for one in blocks) == 61706
     assert sum(one.forward_flops for one in blocks) == 2 * 416520
     assert [one.output_elements for one in blocks] == [1176, 400, 120, 84, 10]
@@ -371,11 +370,11 @@ def test_convolutions_of_lenet() -> None:
 def test_as_many_blocks_as_the_shapes_say(layers: int) -> None:
     sizes: dict[str, Any] = {"hidden": 8, "num_heads": 2, "num_kv_heads": 2, "head_size": 4}
     gpt: dict[str, Any] = {"vocab_size": 5, "seq_len": 3, "num_layers": layers, "mlp_hidden": 9}
-    assert len(gpt_blocks(**gpt, **sizes, microbatch_size=1)) == GPTShape(**gpt, **sizes).num_blocks
+    shapes: list[ModelShape] = [GPTShape(**gpt, **sizes)]
     mlp: dict[str, Any] = {"num_inputs": 3, "num_outputs": 2, "num_layers": layers, "hidden": 4}
-    assert len(mlp_blocks(**mlp, microbatch_size=1)) == MLPShape(**mlp).num_blocks
-    conv = {"image_size": 28, "num_channels": 1, "num_outputs": 10}
-    assert len(conv_blocks(**conv, microbatch_size=1)) == ConvShape(**conv).num_blocks
+    shapes.append(MLPShape(**mlp))
+    shapes.append(ConvShape(image_size=28, num_channels=1, num_outputs=10))
+    assert [len(blocks_of(shape, 1)) for shape in shapes] == [s.num_blocks for s in shapes]
 
 
 # Stages
@@ -397,16 +396,18 @@ def test_batches_of_axonn_on_summit(
 
     The efficiency of the file was fitted to these batches: one number for four models.
     """
-    blocks = gpt_blocks(
-        vocab_size=51200,
-        seq_len=512,
-        num_layers=layers,
-        hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_size=hidden // heads,
-        mlp_hidden=4 * hidden,
-        microbatch_size=microbatch_size,
+    blocks = blocks_of(
+        GPTShape(
+            vocab_size=51200,
+            seq_len=512,
+            num_layers=layers,
+            hidden=hidden,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_size=hidden // heads,
+            mlp_hidden=4 * hidden,
+        ),
+        microbatch_size,
     )
     plan = Plan(pipe=pipe, data=8, precision="bf16", recompute="full", rank_order=PIPE_INSIDE)
     times = stage_times(blocks, plan, find_cluster("summit"))
@@ -509,14 +510,9 @@ def test_stages_are_balanced_unless_the_plan_says_where_to_cut() -> None:
 
 def test_tied_weights_count_once_in_a_stage_and_twice_in_two() -> None:
     sizes: dict[str, Any] = {"hidden": 8, "num_heads": 2, "num_kv_heads": 2, "head_size": 4}
-    blocks = gpt_blocks(
-        vocab_size=5,
-        seq_len=3,
-        num_layers=1,
-        microbatch_size=1,
-        tied_embedding=True,
-        mlp_hidden=9,
-        **sizes,
+    blocks = blocks_of(
+        GPTShape(vocab_size=5, seq_len=3, num_layers=1, tied_embedding=True, mlp_hidden=9, **sizes),
+        1,
     )
     (whole,) = stage_times(blocks, Plan(), small())
     parts = stage_times(blocks, Plan(pipe=2), small())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,12 +37,8 @@ from ganglion.decide.shapes import (
     MLPShape,
     ModelShape,
     Parameter,
-    conv_blocks,
-    conv_parameters,
-    gpt_blocks,
-    gpt_parameters,
-    mlp_blocks,
-    mlp_parameters,
+    blocks_of,
+    parameters_of,
 )
 from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError
@@ -95,16 +91,18 @@ def test_three_buckets_in_flight_and_never_more_than_there_is() -> None:
 def test_axonn_520_to_130_gb() -> None:
     """12 B parameters, 48 GPUs, G_inter 24, microbatches of 1, checkpoints of two layers (A.6)."""
     seq_len, hidden, num_heads, num_stages = 512, 4512, 24, 24
-    shape = gpt_parameters(
-        vocab_size=50304,
-        seq_len=seq_len,
-        num_layers=48,
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=hidden // num_heads,
-        mlp_hidden=4 * hidden,
-        bias=True,
+    shape = parameters_of(
+        GPTShape(
+            vocab_size=50304,
+            seq_len=seq_len,
+            num_layers=48,
+            hidden=hidden,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_size=hidden // num_heads,
+            mlp_hidden=4 * hidden,
+            bias=True,
+        )
     )
     edge = seq_len * hidden * 2
     segment = BlockActivations(
@@ -149,7 +147,7 @@ def gpt_22(num_layers: int = 32) -> GPTShape:
 
 def test_two_bw_minus_flush_on_gpt_22() -> None:
     """Spec G8: 1.55 GB measured on the first of 8 stages, whose 372 M parameters have 4 B more."""
-    first = [p for block in gpt_parameters(**asdict(gpt_22()))[:9] for p in block]
+    first = [p for block in parameters_of(gpt_22())[:9] for p in block]
     assert sum(p.num_stored(ONE) for p in first) == pytest.approx(372.0e6, rel=0.001)
     flush = state_memory(first, ONE, StateRules(formats=TWO_MASTERS))
     two_bw = state_memory(first, ONE, StateRules(formats=TWO_MASTERS, num_versions=2, num_sets=1))
@@ -185,16 +183,14 @@ def test_largest_model_by_depth(depth: int, billions: float) -> None:
 
 
 def _gpt_1024(num_layers: int) -> list[tuple[Parameter, ...]]:
-    return gpt_parameters(
-        **asdict(
-            replace(
-                gpt_22(num_layers),
-                hidden=1024,
-                num_heads=16,
-                num_kv_heads=16,
-                head_size=64,
-                mlp_hidden=4096,
-            )
+    return parameters_of(
+        replace(
+            gpt_22(num_layers),
+            hidden=1024,
+            num_heads=16,
+            num_kv_heads=16,
+            head_size=64,
+            mlp_hidden=4096,
         )
     )
 
@@ -204,7 +200,7 @@ def _gpt_1024(num_layers: int) -> list[tuple[Parameter, ...]]:
 
 def test_optimizers_in_fp32() -> None:
     shape = MLPShape(num_inputs=8, num_outputs=4, num_layers=2, hidden=8)
-    parameters = [p for block in mlp_parameters(**asdict(shape)) for p in block]
+    parameters = [p for block in parameters_of(shape) for p in block]
     count, matrices = 64 + 8 + 32 + 4, 64 + 32
 
     def moments(**rules: Any) -> int:
@@ -251,21 +247,10 @@ MODELS: list[ModelShape] = [
 ]
 
 
-def parameters_of(shape: ModelShape) -> list[tuple[Parameter, ...]]:
-    match shape:
-        case GPTShape():
-            return gpt_parameters(**asdict(shape))
-        case MLPShape():
-            return mlp_parameters(**asdict(shape))
-        case ConvShape():
-            return conv_parameters(**asdict(shape))
-
-
 @pytest.mark.parametrize("shape", MODELS)
 def test_parameters_are_as_many_as_the_costs_of_blocks_say(shape: ModelShape) -> None:
-    make: Any = {GPTShape: gpt_blocks, MLPShape: mlp_blocks, ConvShape: conv_blocks}[type(shape)]
     counts = [sum(math.prod(p.shape) for p in block) for block in parameters_of(shape)]
-    assert counts == [block.num_parameters for block in make(**asdict(shape), microbatch_size=1)]
+    assert counts == [block.num_parameters for block in blocks_of(shape, 1)]
 
 
 def test_rows_that_z_does_not_divide_stay_whole() -> None:

@@ -27,7 +27,7 @@ from ganglion.decide.schedules.pipeline import (
 )
 from ganglion.decide.schedules.pipeline.laws import LawBroken
 from ganglion.decide.schedules.pipeline.listed import GPipe, OneFOneB
-from ganglion.decide.shapes import mlp_blocks
+from ganglion.decide.shapes import MLPShape, blocks_of
 from ganglion.decide.simulator import simulate, simulate_plan, with_known_costs
 from ganglion.errors import ConfigError, GanglionError, LayoutError
 
@@ -346,7 +346,7 @@ def test_the_times_of_several_chunks_add_up_by_rank() -> None:
     """Rank 0 of a V holds the first stage and the last, and sends what the first one makes."""
     plan = Plan(pipe=2, schedule="zero_bubble_v", num_microbatches=2, stage_boundaries=(1, 2, 3))
     machine = find_cluster("laptop")
-    blocks = mlp_blocks(num_inputs=8, num_outputs=3, num_layers=4, hidden=16, microbatch_size=1)
+    blocks = blocks_of(MLPShape(num_inputs=8, num_outputs=3, num_layers=4, hidden=16), 1)
     stage_map = planned_stage_map(plan)
     held = [stage_map.stages_of(rank) for rank in range(2)]
     first, second = stage_times(blocks, plan, machine, held)

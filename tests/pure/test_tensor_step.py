@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,16 +22,12 @@ from ganglion.decide.costs import (
 )
 from ganglion.decide.plan import Plan
 from ganglion.decide.shapes import (
-    BlockLayers,
     ConvShape,
     GPTShape,
     MLPShape,
-    conv_blocks,
-    conv_layers,
-    gpt_blocks,
-    gpt_layers,
-    mlp_blocks,
-    mlp_layers,
+    ModelShape,
+    blocks_of,
+    layers_of,
 )
 from ganglion.decide.simulator import TensorOverlap, tensor_step, with_collectives
 from ganglion.decide.topology import Mesh
@@ -138,15 +132,11 @@ GPT = GPTShape(
     head_size=2,
     mlp_hidden=96,
 )
-SHAPES: dict[str, tuple[Any, Any, Any]] = {
-    "gpt": (GPT, gpt_blocks, gpt_layers),
-    "tied": (replace(GPT, tied_embedding=True, positions="learned"), gpt_blocks, gpt_layers),
-    "mlp": (
-        MLPShape(num_inputs=12, num_outputs=24, num_layers=3, hidden=24),
-        mlp_blocks,
-        mlp_layers,
-    ),
-    "conv": (ConvShape(image_size=28, num_channels=1, num_outputs=8), conv_blocks, conv_layers),
+SHAPES: dict[str, ModelShape] = {
+    "gpt": GPT,
+    "tied": replace(GPT, tied_embedding=True, positions="learned"),
+    "mlp": MLPShape(num_inputs=12, num_outputs=24, num_layers=3, hidden=24),
+    "conv": ConvShape(image_size=28, num_channels=1, num_outputs=8),
 }
 
 
@@ -174,11 +164,8 @@ def timed(
     model: str, plan: Plan, machine: Cluster, overlap: TensorOverlap
 ) -> list[tuple[StageTimes, StageTimes]]:
     """Return the times of every stage, without what its layers wait for and with it."""
-    shape, make_blocks, make_layers = SHAPES[model]
-    blocks = make_blocks(**asdict(shape), microbatch_size=plan.microbatch_size)
-    layers: Sequence[BlockLayers] = make_layers(
-        **asdict(shape), microbatch_size=plan.microbatch_size
-    )
+    blocks = blocks_of(SHAPES[model], plan.microbatch_size)
+    layers = layers_of(SHAPES[model], plan.microbatch_size)
     held = [[pipe] for pipe in range(plan.pipe)]
     found = []
     for pipe, before in enumerate(stage_times(blocks, plan, machine)):
@@ -229,7 +216,7 @@ def test_with_waits_a_step_is_as_long_as_the_bytes_of_the_equations(
     size, count = 3, 2
     plan = Plan(**axes, microbatch_size=size, num_microbatches=count)
     shape = asdict(GPT)
-    layers = gpt_layers(**shape, microbatch_size=size)
+    layers = layers_of(GPT, size)
     times = layer_times(layers, plan, cluster(), 0)
     step = tensor_step(times, count, NONE, recompute=recomputes)
     for other in ("positions", "tied_embedding", "bias"):
@@ -250,7 +237,7 @@ def test_with_waits_a_step_is_as_long_as_the_bytes_of_the_equations(
 def test_every_hop_of_a_ring_has_its_latency() -> None:
     plan = Plan(x=2, z=4)
     (with_latency,), (without,) = (
-        layer_times([mlp_layers(**asdict(SHAPES["mlp"][0]), microbatch_size=1)[1]], plan, how, 0)
+        layer_times([layers_of(SHAPES["mlp"], 1)[1]], plan, how, 0)
         for how in (cluster(latency_s=0.5), cluster())
     )
     assert with_latency[0].gather_s - without[0].gather_s == 3 * 0.5
@@ -258,7 +245,7 @@ def test_every_hop_of_a_ring_has_its_latency() -> None:
 
 
 def test_half_precision_halves_activations_and_not_weights() -> None:
-    layers = gpt_layers(**asdict(GPT), microbatch_size=1)[1:2]
+    layers = layers_of(GPT, 1)[1:2]
     full, half = (
         layer_times(layers, Plan(x=2, z=2, precision=precision), cluster(), 0)[0][0]
         for precision in ("fp32", "bf16")
@@ -268,7 +255,7 @@ def test_half_precision_halves_activations_and_not_weights() -> None:
 
 
 def test_a_tied_table_is_one_weight_where_both_its_layers_are() -> None:
-    layers = gpt_layers(**asdict(SHAPES["tied"][0]), microbatch_size=1)
+    layers = layers_of(SHAPES["tied"], 1)
     whole = layer_times(layers, Plan(z=2), cluster(), 0)
     assert whole[-1][-1].weight == whole[0][0].weight == 0
     last = layer_times(layers[3:], Plan(z=2, pipe=2), cluster(), 1)

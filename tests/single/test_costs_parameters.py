@@ -7,8 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from ganglion.decide.shapes.blocks import BlockCost, conv_blocks, gpt_blocks, mlp_blocks
-from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape, blocks_of
 from ganglion.execute.models import build_model
 
 BATCH = 3
@@ -33,16 +32,6 @@ SHAPES: list[ModelShape] = [
 ]
 
 
-def costs_of(shape: ModelShape) -> list[BlockCost]:
-    match shape:
-        case GPTShape():
-            return gpt_blocks(**asdict(shape), microbatch_size=BATCH)
-        case MLPShape():
-            return mlp_blocks(**asdict(shape), microbatch_size=BATCH)
-        case ConvShape():
-            return conv_blocks(**asdict(shape), microbatch_size=BATCH)
-
-
 def sample(shape: ModelShape) -> torch.Tensor:
     match shape:
         case GPTShape():
@@ -55,7 +44,7 @@ def sample(shape: ModelShape) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_and_outputs_of_every_block(shape: ModelShape) -> None:
-    costs, model = costs_of(shape), build_model(shape)
+    costs, model = blocks_of(shape, BATCH), build_model(shape)
     blocks = list(model.blocks().values())
     counted = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
     assert [cost.num_parameters for cost in costs] == counted
@@ -73,7 +62,7 @@ def test_flop_of_forward_and_backward(shape: ModelShape) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    costs, model = costs_of(shape), build_model(shape)
+    costs, model = blocks_of(shape, BATCH), build_model(shape)
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
             output = model(sample(shape))

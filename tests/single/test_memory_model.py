@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -24,9 +24,7 @@ from ganglion.decide.shapes import (
     Layout,
     MLPShape,
     ModelShape,
-    conv_activations,
-    gpt_activations,
-    mlp_activations,
+    activations_of,
 )
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import World, run_threads
@@ -211,16 +209,6 @@ BLOCKS: dict[str, ModelShape] = {
 MESHES = [{}, {"x": 2}, {"y": 2}, {"z": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}]
 SIZE = 3
 ONE_AT_A_TIME = threading.Lock()
-
-
-def activations_of(shape: ModelShape, layout: Layout) -> list[BlockActivations]:
-    match shape:
-        case GPTShape():
-            return gpt_activations(layout, **asdict(shape))
-        case MLPShape():
-            return mlp_activations(layout, **asdict(shape))
-        case ConvShape():
-            return conv_activations(layout, **asdict(shape))
 
 
 def sample(shape: ModelShape) -> tuple[Tensor, Tensor]:

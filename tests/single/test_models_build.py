@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape
+from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.execute.models import (
     GPT,

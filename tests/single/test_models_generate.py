@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion.decide.shapes.models import GPTShape
+from ganglion.decide.shapes import GPTShape
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.execute.models import GPT, generate
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ganglion.decide.shapes.models import GPTShape
+from ganglion.decide.shapes import GPTShape
 from ganglion.errors import LayoutError
 from ganglion.execute.models import GPT, build_model, cross_entropy, named_parameters, tied_names
 from ganglion.execute.models.attention import Attention, Rotary

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ganglion.decide.shapes.models import ConvShape, MLPShape
+from ganglion.decide.shapes import ConvShape, MLPShape
 from ganglion.errors import LayoutError
 from ganglion.execute.models import MLP, BlockModel, ConvNet, cross_entropy, mse, named_blocks
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
-from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape
+from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape
 from ganglion.errors import GanglionError
 from ganglion.execute.models import GPT, MLP, ConvNet
 from ganglion.execute.pipeline.weight_gradients import WeightStore, defer_weight_gradients

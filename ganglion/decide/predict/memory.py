@@ -9,7 +9,7 @@ All ranks of a pipe coordinate hold the same: x, y and z cut equal pieces, data 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ganglion.decide.config import RunFile
@@ -39,21 +39,13 @@ from ganglion.decide.schedules.pipeline import Holding, planned_holding, planned
 from ganglion.decide.shapes import (
     BlockActivations,
     BlockCost,
-    ConvShape,
-    GPTShape,
     Layout,
-    MLPShape,
     ModelShape,
     Parameter,
-    conv_activations,
-    conv_blocks,
-    conv_parameters,
-    gpt_activations,
-    gpt_blocks,
-    gpt_parameters,
-    mlp_activations,
-    mlp_blocks,
-    mlp_parameters,
+    activations_of,
+    blocks_of,
+    parameters_of,
+    sample_bytes,
 )
 from ganglion.units import MIB
 
@@ -176,7 +168,7 @@ class _Model:
             working = with_norm(working, bucket_size, flushes=flushes)
         working = self._with_tied_gradient(self._with_widening(working), holding)
         num_batches = 1 if flushes else 2  # the next one enters before the last is done
-        samples = Memory(communication=num_batches * plan.share_size * _sample_bytes(self._shape))
+        samples = Memory(communication=num_batches * plan.share_size * sample_bytes(self._shape))
         return working + message_memory(stages) + samples
 
     def _held_parameters(self, holding: Holding) -> Iterator[Parameter]:
@@ -269,28 +261,8 @@ def _block_records(shape: ModelShape, plan: Plan) -> _Records:
         mesh=plan.mesh(),
         precision="fp32" if plan.compute_fp32 else plan.precision,
     )
-    sizes, size = asdict(shape), plan.microbatch_size
-    match shape:
-        case GPTShape():
-            blocks = gpt_blocks(**sizes, microbatch_size=size)
-            return blocks, gpt_parameters(**sizes), gpt_activations(layout, **sizes)
-        case MLPShape():
-            blocks = mlp_blocks(**sizes, microbatch_size=size)
-            return blocks, mlp_parameters(**sizes), mlp_activations(layout, **sizes)
-        case ConvShape():
-            blocks = conv_blocks(**sizes, microbatch_size=size)
-            return blocks, conv_parameters(**sizes), conv_activations(layout, **sizes)
-
-
-def _sample_bytes(shape: ModelShape) -> int:
-    """Return the bytes of one sample and its target."""
-    match shape:
-        case GPTShape():
-            return 2 * shape.seq_len * _NUMBER
-        case MLPShape():
-            return shape.num_inputs * _FLOAT + _NUMBER
-        case ConvShape():
-            return shape.num_channels * shape.image_size**2 * _FLOAT + _NUMBER
+    costs = blocks_of(shape, plan.microbatch_size)
+    return costs, parameters_of(shape), activations_of(shape, layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 from ganglion.decide.config import RunFile
@@ -10,18 +9,7 @@ from ganglion.decide.costs import Cluster, StageTimes, held_blocks, layer_times,
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict.expected import expected_shape
 from ganglion.decide.schedules.pipeline import planned_stage_map
-from ganglion.decide.shapes import (
-    BlockCost,
-    BlockLayers,
-    ConvShape,
-    GPTShape,
-    conv_blocks,
-    conv_layers,
-    gpt_blocks,
-    gpt_layers,
-    mlp_blocks,
-    mlp_layers,
-)
+from ganglion.decide.shapes import blocks_of, layers_of
 from ganglion.decide.simulator import TensorOverlap, with_collectives
 from ganglion.errors import ConfigError
 from ganglion.units import MIB
@@ -31,11 +19,18 @@ def model_times(run: RunFile, plan: Plan, cluster: Cluster, file: Path) -> list[
     """Return times from the model's own costs, with what split layers wait for."""
     stage_map = planned_stage_map(plan)
     held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
-    blocks = _blocks(run, plan, file)
+    if run.model.build or run.data.kind == "dataset":
+        key = "model.build" if run.model.build else 'data.kind = "dataset"'
+        raise ConfigError(
+            f"{file}: {key} is code of your own, whose cost cannot be known before it runs: write "
+            f"its times as [stages] into the cluster file"
+        )
+    shape = expected_shape(run)
+    blocks = blocks_of(shape, plan.microbatch_size)
     times = stage_times(blocks, plan, cluster, held)
     if plan.x * plan.y * plan.z == 1:
         return times
-    layers, overlap = _layers(run, plan), _overlap(run, plan)
+    layers, overlap = layers_of(shape, plan.microbatch_size), _overlap(run, plan)
     return [
         with_collectives(
             one,
@@ -49,17 +44,6 @@ def model_times(run: RunFile, plan: Plan, cluster: Cluster, file: Path) -> list[
     ]
 
 
-def _layers(run: RunFile, plan: Plan) -> list[BlockLayers]:
-    """Return the split layers of every block of a built-in model."""
-    shape = expected_shape(run)
-    size = plan.microbatch_size
-    if isinstance(shape, GPTShape):
-        return gpt_layers(**asdict(shape), microbatch_size=size)
-    if isinstance(shape, ConvShape):
-        return conv_layers(**asdict(shape), microbatch_size=size)
-    return mlp_layers(**asdict(shape), microbatch_size=size)
-
-
 def _overlap(run: RunFile, plan: Plan) -> TensorOverlap:
     parallel = run.parallel
     return TensorOverlap(
@@ -70,20 +54,3 @@ def _overlap(run: RunFile, plan: Plan) -> TensorOverlap:
         keep_bytes=int(parallel.keep_gathered_mib * MIB),
         late_sums=plan.pipe > 1,
     )
-
-
-def _blocks(run: RunFile, plan: Plan, file: Path) -> list[BlockCost]:
-    """Return what the blocks of a built-in model cost."""
-    if run.model.build or run.data.kind == "dataset":
-        key = "model.build" if run.model.build else 'data.kind = "dataset"'
-        raise ConfigError(
-            f"{file}: {key} is code of your own, whose cost cannot be known before it runs: write "
-            f"its times as [stages] into the cluster file"
-        )
-    shape = expected_shape(run)
-    size = plan.microbatch_size
-    if isinstance(shape, GPTShape):
-        return gpt_blocks(**asdict(shape), microbatch_size=size)
-    if isinstance(shape, ConvShape):
-        return conv_blocks(**asdict(shape), microbatch_size=size)
-    return mlp_blocks(**asdict(shape), microbatch_size=size)

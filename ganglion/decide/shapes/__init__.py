@@ -1,36 +1,31 @@
-"""Model descriptions as data: blocks with their parameters, flops, layers and activations."""
+"""Model shapes: a GPT, an MLP or a conv net in numbers, before any tensor exists.
 
-from ganglion.decide.shapes.activations import (
+Models are built from these records, and checks and cost models read them, so that a layout can be
+refused without torch. Nothing here depends on a run file, a cluster or a schedule.
+"""
+
+from ganglion.decide.shapes.block import (
     FLOAT,
     HALF,
-    BlockActivations,
-    Layout,
-    conv_activations,
-    gpt_activations,
-    mlp_activations,
-)
-from ganglion.decide.shapes.blocks import (
-    CONV_CHANNELS,
-    CONV_WIDTHS,
-    BlockCost,
-    conv_blocks,
-    gpt_blocks,
-    mlp_blocks,
-)
-from ganglion.decide.shapes.models import ConvShape, GPTShape, MLPShape, ModelShape
-from ganglion.decide.shapes.parameters import (
     TABLE,
-    Parameter,
-    conv_parameters,
-    gpt_parameters,
-    mlp_parameters,
-)
-from ganglion.decide.shapes.split_layers import (
+    BlockActivations,
+    BlockCost,
     BlockLayers,
+    BlockParameters,
+    Layout,
+    Parameter,
     SplitLayer,
-    conv_layers,
-    gpt_layers,
-    mlp_layers,
+)
+from ganglion.decide.shapes.conv import CONV_CHANNELS, CONV_WIDTHS, ConvShape
+from ganglion.decide.shapes.gpt import GPTShape
+from ganglion.decide.shapes.mlp import MLPShape
+from ganglion.decide.shapes.models import (
+    ModelShape,
+    activations_of,
+    blocks_of,
+    layers_of,
+    parameters_of,
+    sample_bytes,
 )
 
 __all__ = [
@@ -42,6 +37,7 @@ __all__ = [
     "BlockActivations",
     "BlockCost",
     "BlockLayers",
+    "BlockParameters",
     "ConvShape",
     "GPTShape",
     "Layout",
@@ -49,16 +45,9 @@ __all__ = [
     "ModelShape",
     "Parameter",
     "SplitLayer",
-    "conv_activations",
-    "conv_blocks",
-    "conv_layers",
-    "conv_parameters",
-    "gpt_activations",
-    "gpt_blocks",
-    "gpt_layers",
-    "gpt_parameters",
-    "mlp_activations",
-    "mlp_blocks",
-    "mlp_layers",
-    "mlp_parameters",
+    "activations_of",
+    "blocks_of",
+    "layers_of",
+    "parameters_of",
+    "sample_bytes",
 ]

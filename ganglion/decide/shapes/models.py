@@ -1,78 +1,77 @@
-"""Model shapes: what a model is, in numbers, before any tensor exists.
+"""The blocks of any built-in model, from its shape.
 
-The models are built from these records, and the checks of `resolve()` and the cost models read
-them, so a layout can be refused without importing torch.
+`tests/single/test_memory_model.py` compares the activations with those that autograd saved.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ganglion.errors import LayoutError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTShape:
-    """A decoder-only transformer; two blocks a layer (attention, MLP) and one at each end."""
-
-    vocab_size: int
-    seq_len: int
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    mlp_hidden: int
-    positions: str = "rotary"
-    tied_embedding: bool = False
-    bias: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise LayoutError(
-                f"model.heads = {self.num_heads} is not a multiple of model.kv_heads = "
-                f"{self.num_kv_heads}: each key head serves the same number of query heads"
-            )
-        if self.positions == "rotary" and self.head_size % 2:
-            raise LayoutError(
-                f"model.head_size = {self.head_size} is odd, but rotary positions turn pairs: "
-                f'choose an even head_size or model.positions = "learned"'
-            )
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that a pipeline can cut between."""
-        return 2 * self.num_layers + 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLPShape:
-    """Linear layers with GELU between them, on flattened inputs; one block a layer."""
-
-    num_inputs: int
-    num_outputs: int
-    num_layers: int
-    hidden: int
-    bias: bool = True
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that a pipeline can cut between."""
-        return self.num_layers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvShape:
-    """A LeNet-style network: two convolutions with pooling, then three linear layers."""
-
-    image_size: int
-    num_channels: int
-    num_outputs: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that a pipeline can cut between."""
-        return 5
-
+from ganglion.decide.shapes.block import (
+    FLOAT,
+    NUMBER,
+    BlockActivations,
+    BlockCost,
+    BlockLayers,
+    BlockParameters,
+    Layout,
+    split_layers,
+)
+from ganglion.decide.shapes.conv import ConvShape, conv_activations, conv_blocks, conv_parameters
+from ganglion.decide.shapes.gpt import GPTShape, gpt_activations, gpt_blocks, gpt_parameters
+from ganglion.decide.shapes.mlp import MLPShape, mlp_activations, mlp_blocks, mlp_parameters
 
 ModelShape = GPTShape | MLPShape | ConvShape
+
+
+def blocks_of(shape: ModelShape, microbatch_size: int) -> list[BlockCost]:
+    """Return the cost of every block for one microbatch."""
+    match shape:
+        case GPTShape():
+            return gpt_blocks(shape, microbatch_size)
+        case MLPShape():
+            return mlp_blocks(shape, microbatch_size)
+        case ConvShape():
+            return conv_blocks(shape, microbatch_size)
+
+
+def parameters_of(shape: ModelShape) -> list[BlockParameters]:
+    """Return the parameters of every block."""
+    match shape:
+        case GPTShape():
+            return gpt_parameters(shape)
+        case MLPShape():
+            return mlp_parameters(shape)
+        case ConvShape():
+            return conv_parameters(shape)
+
+
+def activations_of(shape: ModelShape, layout: Layout) -> list[BlockActivations]:
+    """Return the activations of every block on one rank."""
+    match shape:
+        case GPTShape():
+            return gpt_activations(shape, layout)
+        case MLPShape():
+            return mlp_activations(shape, layout)
+        case ConvShape():
+            return conv_activations(shape, layout)
+
+
+def layers_of(shape: ModelShape, microbatch_size: int) -> list[BlockLayers]:
+    """Return the layers of every block that x, y and z split, for one microbatch."""
+    positions = [(1, 1)] * shape.num_blocks  # rows a sample has before and behind each block
+    if isinstance(shape, GPTShape):
+        positions = [(shape.seq_len, shape.seq_len)] * shape.num_blocks
+    elif isinstance(shape, ConvShape):
+        positions[:2] = [(conv.before**2, conv.after**2) for conv in shape.convolutions]
+    rows = [(microbatch_size * before, microbatch_size * after) for before, after in positions]
+    return split_layers(blocks_of(shape, microbatch_size), parameters_of(shape), rows)
+
+
+def sample_bytes(shape: ModelShape) -> int:
+    """Return the bytes of one sample and its target."""
+    match shape:
+        case GPTShape():
+            return 2 * shape.seq_len * NUMBER
+        case MLPShape():
+            return shape.num_inputs * FLOAT + NUMBER
+        case ConvShape():
+            return shape.num_channels * shape.image_size**2 * FLOAT + NUMBER
