@@ -40,7 +40,7 @@ from harness import Row, machine
 from rich.console import Console
 from rich.table import Table
 
-from ganglion.cli.mpi import require_mpiexec
+from ganglion.cli.launch.mpi import require_mpiexec
 from ganglion.errors import LaunchError
 
 KB, MB = 1 << 10, 1 << 20

@@ -24,7 +24,7 @@ from harness import Contestant, Figures
 from torch import Tensor
 
 from ganglion import Plan, parallelize
-from ganglion.cli.machine import usable_cores
+from ganglion.cli.environment import usable_cores
 from ganglion.decide.shapes import GPTShape
 from ganglion.execute.comm import torch_world
 from ganglion.execute.measure.memory_watch import MemoryWatch

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ganglion import parallelize
-from ganglion.cli.cache import cache_folder
+from ganglion.cli.environment import cache_folder
 from ganglion.cli.train import prepare_data
 from ganglion.decide.config import Override, RunFile, load_run_file, resolve
 from ganglion.decide.config.recipes import QUICKSTART, recipe

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import ganglion
-from ganglion.cli.machine import usable_cores
-from ganglion.cli.probe import SIZES, Probe, probe_ranks
+from ganglion.cli.environment import usable_cores
+from ganglion.cli.launch import SIZES, Probe, probe_ranks
 from ganglion.units import format_bytes, format_time
 
 PACKAGES = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "tensorboard", "psutil")
@@ -83,7 +83,7 @@ def _probe(console: Console) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import elastic_launch
 
-    from ganglion.cli.launcher import launch_config
+    from ganglion.cli.launch import launch_config
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:

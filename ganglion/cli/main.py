@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import ganglion
-from ganglion.cli.logs import LOG_LEVELS, log_to_screen
+from ganglion.cli.environment import LOG_LEVELS, log_to_screen
 from ganglion.cli.overrides import split_overrides
 from ganglion.errors import GanglionError
 

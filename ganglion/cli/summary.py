@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ganglion.cli.environment import usable_cores
 from ganglion.cli.folder import read_folder
 from ganglion.cli.generate import is_text_model, sample_text
-from ganglion.cli.machine import usable_cores
 from ganglion.decide.config import CHECKPOINTS, METRICS_FILE, MODEL_FILE
 from ganglion.decide.predict import print_memory
 from ganglion.execute.checkpoint import latest_checkpoint

@@ -10,10 +10,9 @@ from typing import Any
 
 import typer
 
-from ganglion.cli.cache import cache_folder
+from ganglion.cli.environment import cache_folder
 from ganglion.cli.folder import newest_run, prepare_folder
-from ganglion.cli.forwarding import forwarded_signals
-from ganglion.cli.rank_server import rank_processes, start_rank_server
+from ganglion.cli.launch import forwarded_signals, rank_processes, start_rank_server
 from ganglion.cli.summary import print_summary
 from ganglion.decide.config import (
     QUICKSTART,
@@ -44,7 +43,7 @@ _DECIDED_BY_PLAN = (
     "train.microbatch_size",
     "train.precision",
 )
-_RANK = "ganglion.cli.rank_main"
+_RANK = "ganglion.cli.launch.rank_main"
 _PLAN_FIELDS = {field.name for field in fields(Plan)}
 _NOT_IN_A_PLAN = (
     *(f"parallel.{key}" for key in ParallelSection.model_fields if key not in _PLAN_FIELDS),
@@ -79,7 +78,7 @@ def train_command(options: TrainOptions) -> int:
         return 0
     file, plan = fitted_plan(options, file, launch)
     if _wants_mpiexec(file, plan, launch):
-        from ganglion.cli.mpi import require_mpiexec
+        from ganglion.cli.launch import require_mpiexec
 
         require_mpiexec()  # before anything is written
     if _forks_ranks(file, plan, launch):
@@ -91,17 +90,17 @@ def train_command(options: TrainOptions) -> int:
     if launch.launcher == "alone":
         return _train_alone(options, file, plan)
     if launch.launcher == "mpiexec":
-        from ganglion.cli.mpi import train_as_mpi_rank
+        from ganglion.cli.launch import train_as_mpi_rank
 
         return train_as_mpi_rank(file, plan, _name(options), launch, options)
-    from ganglion.cli.rank_main import train_under_launcher
+    from ganglion.cli.launch import train_under_launcher
 
     return train_under_launcher(file, plan, _name(options), launch, options) or 0
 
 
 def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
     if plan.num_ranks == 1:
-        from ganglion.cli.rank_main import train_in_folder
+        from ganglion.cli.launch import train_in_folder
 
         folder = prepare_folder(file, plan, _name(options), resume=options.resume)
         code = train_in_folder(folder, Launch(), resume=options.resume)
@@ -114,7 +113,7 @@ def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
 
 
 def _train_under_mpiexec(options: TrainOptions, file: RunFile, plan: Plan) -> tuple[Path, int]:
-    from ganglion.cli.mpi import run_under_mpiexec
+    from ganglion.cli.launch import run_under_mpiexec
 
     folder = prepare_folder(file, plan, _name(options), resume=options.resume)
     with forwarded_signals() as received:
@@ -126,7 +125,7 @@ def _train_under_mpiexec(options: TrainOptions, file: RunFile, plan: Plan) -> tu
 def _train_in_processes(options: TrainOptions, file: RunFile, plan: Plan) -> tuple[Path, int]:
     folder = prepare_folder(file, plan, _name(options), resume=options.resume)
     with forwarded_signals(find=rank_processes) as received:
-        from ganglion.cli.launcher import run_processes  # torch: importing it takes a while
+        from ganglion.cli.launch import run_processes  # torch: importing it takes a while
 
         level, resume = options.log_level, options.resume
         code = run_processes(folder, plan.num_ranks, resume, level, received, module=_RANK)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ganglion.cli.folder import prepare_folder
-from ganglion.cli.forwarding import forwarded_signals
-from ganglion.cli.rank_server import rank_processes, start_rank_server
+from ganglion.cli.launch import forwarded_signals, rank_processes, start_rank_server
 from ganglion.cli.train import TrainOptions, make_plan, prepare_data, read_run_file
 from ganglion.decide.config import RunFile
 from ganglion.decide.plan import Plan
@@ -29,7 +28,7 @@ from ganglion.errors import ConfigError
 if TYPE_CHECKING:
     from ganglion.execute.checkpoint import Difference
 
-_WORKER = "ganglion.cli.verify_rank"
+_RANK = "ganglion.cli.launch.verify_rank"
 _FAILED = 1
 _STOPPING = "\nstopping"
 
@@ -123,9 +122,9 @@ def _shortened(file: RunFile, steps: int) -> RunFile:
 
 
 def _train_both(file: RunFile, plans: dict[str, Plan], folder: Path, options: VerifyOptions) -> int:
-    start_rank_server(_WORKER)
+    start_rank_server(_RANK)
     with forwarded_signals(_STOPPING, rank_processes) as received:
-        from ganglion.cli.launcher import run_processes  # torch: importing it takes a while
+        from ganglion.cli.launch import run_processes  # torch: importing it takes a while
 
         for name, plan in plans.items():
             typer.echo(f"{options.steps} steps in fp64 on {_described(plan)}")
@@ -133,7 +132,7 @@ def _train_both(file: RunFile, plans: dict[str, Plan], folder: Path, options: Ve
             place = file.model_copy(update={"output": output})
             here = prepare_folder(place, plan, name, resume=False)
             level = options.layout.log_level
-            code = run_processes(here, plan.num_ranks, False, level, received, module=_WORKER)
+            code = run_processes(here, plan.num_ranks, False, level, received, module=_RANK)
             if code:
                 return code
     return 0

@@ -303,7 +303,7 @@ def torch_too(meeting: MpiMeeting) -> list[Any]:
 def trained_over_gloo(meeting: MpiMeeting) -> list[float]:
     """Return the losses of a training in these processes, which Gloo carries."""
     from ganglion.cli.folder import prepare_folder
-    from ganglion.cli.rank_main import train_in_folder
+    from ganglion.cli.launch.rank_main import train_in_folder
 
     file = tiny_run_file(Path(sys.argv[1]) / "run")
     plan = resolve(file, meeting.num_ranks)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import Phase as Stage
 from hypothesis import strategies as st
 
-from ganglion.cli.mpi import require_mpiexec
+from ganglion.cli.launch.mpi import require_mpiexec
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import MAX, SUM, World, run_threads, torch_world
 from tests.dist.carrier_programs import (

@@ -28,7 +28,7 @@ from tests.support.warm_process import WarmProcess
 from tests.support.warm_python import SERVERS, warm_python
 
 pytest.importorskip("mpi4py", reason="needs pip install 'ganglion[mpi]'")
-from ganglion.cli.mpi import require_mpiexec
+from ganglion.cli.launch.mpi import require_mpiexec
 
 DEADLINE_S = 90
 PEACEFUL = (
@@ -39,8 +39,8 @@ PEACEFUL = (
 TRAIN = """
 import sys
 from ganglion.cli.folder import prepare_folder
-from ganglion.cli.forwarding import forwarded_signals
-from ganglion.cli.mpi import run_under_mpiexec
+from ganglion.cli.launch.signals import forwarded_signals
+from ganglion.cli.launch.mpi import run_under_mpiexec
 from ganglion.cli.overrides import split_overrides
 from ganglion.decide.config import Override, load_run_file, resolve
 from ganglion.decide.config.recipes import QUICKSTART, recipe

@@ -16,13 +16,13 @@ from tests.support.warm_process import WarmProcess
 LAUNCH = """
 import sys
 from pathlib import Path
-from ganglion.cli.forwarding import forwarded_signals
-from ganglion.cli.rank_server import rank_processes, start_rank_server
+from ganglion.cli.launch.signals import forwarded_signals
+from ganglion.cli.launch.rank_server import rank_processes, start_rank_server
 
 if __name__ == "__main__":
     start_rank_server("mine")
     with forwarded_signals("stopping", rank_processes) as received:
-        from ganglion.cli.launcher import run_processes
+        from ganglion.cli.launch.launcher import run_processes
         Path("run/logs").mkdir(parents=True)
         sys.exit(run_processes(Path("run"), 2, False, "warning", received, module="mine"))
 """
@@ -71,7 +71,7 @@ def test_a_signal_to_a_rank_that_has_finished_does_not_hang(number: int, tmp_pat
 
 # A signal that comes before the handler is in place must be seen by the handler.
 EARLY = """
-from ganglion.cli.stopping import StopSignal
+from ganglion.cli.launch.signals import StopSignal
 
 def main(*arguments):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_a_signal_before_the_handler_waits_for_it(tmp_path: Path) -> None:
 
 
 LEAVES = """
-from ganglion.cli.rank_server import accept_signals
+from ganglion.cli.launch.rank_server import accept_signals
 
 def main(*arguments):
     accept_signals()

@@ -130,7 +130,7 @@ def test_one_process_trains_here(tmp_path: Path) -> None:
 
 
 def test_an_error_of_an_earlier_launch_is_not_told_again(tmp_path: Path) -> None:
-    from ganglion.cli.launcher import RankLogs
+    from ganglion.cli.launch.launcher import RankLogs
 
     (tmp_path / "rank1.error.json").write_text("an error of yesterday")
     environments: dict[int, dict[str, str]] = {0: {}, 1: {}}

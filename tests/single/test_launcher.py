@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from ganglion.cli import launcher
+from ganglion.cli.launch import launcher
 
 Run = Callable[[list[int], bool], int]
 RECORD = {"message": {"message": "ConfigError: no", "extraInfo": {"timestamp": "1"}}}

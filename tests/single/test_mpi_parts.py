@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ganglion.cli import mpi
+from ganglion.cli.launch import mpi
 from ganglion.errors import ConfigError, LaunchError, PeerLost
 from ganglion.execute.comm.mpi.blocks import LARGE_BYTES, MAX_KEPT, Blocks
 from ganglion.execute.comm.mpi.progress import Activity, Progress
@@ -142,8 +142,8 @@ def test_without_mpi4py_one_line_says_what_to_install(
 
 def test_everything_else_works_without_mpi4py() -> None:
     with Absent("mpi4py"):
-        import ganglion.cli.mpi
-        import ganglion.cli.rank_main  # noqa: F401
+        import ganglion.cli.launch.mpi
+        import ganglion.cli.launch.rank_main  # noqa: F401
         from ganglion.decide.topology import Mesh
         from ganglion.errors import LaunchError
         from ganglion.execute.comm.mpi.world import open_mpi_world
@@ -210,6 +210,6 @@ def test_a_signal_before_the_start_starts_nobody(
 def test_a_rank_whose_launcher_is_gone_ends(host: str, code: int) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    script = f"from ganglion.cli.mpi import *; end_with_launcher({gone.pid}, {host!r})"
+    script = f"from ganglion.cli.launch.mpi import *; end_with_launcher({gone.pid}, {host!r})"
     result = subprocess.run([sys.executable, "-c", script], env=environment(), timeout=DEADLINE_S)
     assert result.returncode == code

@@ -1,6 +1,6 @@
 """Training under mpiexec: starting it, and one rank of it.
 
-    ganglion train --transport mpi  ->  mpiexec -n N python -m ganglion.cli.mpi FOLDER ...
+    ganglion train --transport mpi  ->  mpiexec -n N python -m ganglion.cli.launch.mpi FOLDER ...
 
 MPI waits at its end for ranks that will never come, so a rank that fails ends all of them at once.
 mpiexec passes Ctrl-C on to the ranks, and ends them all when one dies or it is killed itself.
@@ -72,7 +72,7 @@ def run_under_mpiexec(
     for old in logs.glob("rank*.error.txt"):
         old.unlink()
     mode = "resume" if resume else "start"
-    worker = [sys.executable, "-m", "ganglion.cli.mpi", str(folder), log_level, mode]
+    worker = [sys.executable, "-m", "ganglion.cli.launch.mpi", str(folder), log_level, mode]
     command = [require_mpiexec(), "-n", str(num_processes), *worker]
     command += [str(os.getpid()), socket.gethostname()]
     if received:
@@ -150,7 +150,7 @@ def train_as_mpi_rank(
     file: RunFile, plan: Plan, name: str, launch: Launch, options: TrainOptions
 ) -> int:
     """Train as one of the processes that the user's own mpiexec started."""
-    from ganglion.cli.rank_main import train_under_launcher
+    from ganglion.cli.launch.rank_main import train_under_launcher
 
     with failing_together(launch.rank):
         return train_under_launcher(file, plan, name, launch, options) or 0
@@ -227,9 +227,9 @@ def main() -> None:
 
 
 def _train(folder: Path, level: str, launch: Launch, *, resume: bool) -> None:
+    from ganglion.cli.environment import log_to_screen
     from ganglion.cli.folder import read_folder
-    from ganglion.cli.logs import log_to_screen
-    from ganglion.cli.rank_main import meeting_place, train_in_folder
+    from ganglion.cli.launch.rank_main import meeting_place, train_in_folder
     from ganglion.execute.comm.mpi import open_mpi_world
 
     log_to_screen(level, sys.stdout)

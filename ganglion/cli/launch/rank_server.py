@@ -4,9 +4,9 @@
          |  imports torch elastic            |
          `- elastic asks for N ranks ------> forks each of them, with everything imported
 
-The server has one thread and computes nothing, so that a fork of it is as good as a new process: it
-may set the number of its threads and use an accelerator. Requests to stop that arrive before a rank
-has a handler for them stay pending, because the server and its forks begin with them blocked.
+The server has one thread and computes nothing, so a fork of it is as good as a new process: it may
+set the number of its threads and use an accelerator. The server and its forks begin with SIGINT and
+SIGTERM blocked, so a request to stop that arrives before a rank has a handler stays pending.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from multiprocessing import forkserver, resource_tracker
@@ -23,7 +24,6 @@ from typing import NoReturn
 
 import psutil
 
-from ganglion.cli.lifeline import end_with_parent
 from ganglion.errors import LaunchError, PeerLost, PipelineError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -35,14 +35,14 @@ def start_rank_server(module: str) -> None:
     resource_tracker.ensure_running()  # first: its start leaves the signals unblocked
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        multiprocessing.set_forkserver_preload(["ganglion.cli.rank_imports", module])
+        multiprocessing.set_forkserver_preload(["ganglion.cli.launch.rank_imports", module])
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def rank_processes() -> list[psutil.Process]:
-    """Return the ranks that run now: the children of the fork server."""
+    """Return the running ranks, which are the children of the fork server."""
     helpers = psutil.Process().children()
     return [rank for helper in helpers for rank in _children(helper)]
 
@@ -50,10 +50,10 @@ def rank_processes() -> list[psutil.Process]:
 def run_rank(module: str, *arguments: str) -> None:
     """Run `main(*arguments)` of `module` as a rank, in a session of its own.
 
-    The terminal's Ctrl-C does not reach another session: the parent passes it on.
+    The terminal's Ctrl-C does not reach other sessions: `forwarded_signals` passes it on.
     """
     os.setsid()
-    end_with_parent()
+    _end_with_parent()
     try:
         importlib.import_module(module).main(*arguments)
     except SystemExit as error:
@@ -63,8 +63,20 @@ def run_rank(module: str, *arguments: str) -> None:
     _ignore_signals()
 
 
+def _end_with_parent() -> None:
+    """End this process as soon as its parent is gone, however that one died."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this process was not launched through multiprocessing"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
 def _fail(error: Exception) -> NoReturn:
-    """Leave the error for the launcher, which shows the first failure that it sees, and end."""
+    """Record the error for the launcher, which shows the earliest one, and exit."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if _is_consequence(error):
@@ -75,22 +87,22 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def accept_signals() -> None:
-    """Let a request to stop end this process, for a rank that has nothing to save."""
+    """Make SIGINT and SIGTERM end this process, for a rank that has nothing to save."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _is_consequence(error: Exception) -> bool:
-    """Return whether another rank failed first: a lost peer, or a failure that one reported."""
+    """Return whether the error follows from one of another rank, lost or reporting a failure."""
     reported = isinstance(error, PipelineError) and error.__cause__ is None
     return reported or isinstance(error, PeerLost)
 
 
 def _ignore_signals() -> None:
-    """Stay, whatever request to stop comes late: this rank has finished and waits for the others.
+    """Ignore SIGINT and SIGTERM from now on, since this rank has finished.
 
-    Torch elastic waits for ever for a rank that ends before all have finished.
+    Torch elastic waits for ever for a rank that a signal ends before all others have finished.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

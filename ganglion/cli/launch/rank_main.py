@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ganglion.cli.cache import cache_folder
+from ganglion.cli.environment import cache_folder, log_to_file, log_to_screen, usable_cores
 from ganglion.cli.folder import accept_resumed, prepare_folder, read_folder
-from ganglion.cli.logs import log_to_file, log_to_screen
-from ganglion.cli.machine import usable_cores
+from ganglion.cli.launch.signals import StopSignal
 from ganglion.cli.progress import Progress
-from ganglion.cli.stopping import StopSignal
 from ganglion.cli.summary import print_summary
 from ganglion.decide.config import CHECKPOINTS, LOGS, MODEL_FILE, RunFile
 from ganglion.decide.plan import Plan

@@ -10,11 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ganglion.cli.cache import cache_folder
+from ganglion.cli.environment import cache_folder, log_to_file, log_to_screen, usable_cores
 from ganglion.cli.folder import read_folder
-from ganglion.cli.logs import log_to_file, log_to_screen
-from ganglion.cli.machine import usable_cores
-from ganglion.cli.rank_server import accept_signals
+from ganglion.cli.launch.rank_server import accept_signals
 from ganglion.decide.config import CHECKPOINTS, LOGS, RunFile
 from ganglion.decide.plan import Plan
 from ganglion.decide.topology import Launch, read_launch
