@@ -33,13 +33,31 @@ SLOW_MOMENTUM, DILOCO = "slow_momentum", "diloco"
 ORIGINAL_EASGD, ASYNC_EASGD, ASYNC_MEASGD = "original_easgd", "async_easgd", "async_measgd"
 ASYNC_SGD, ASYNC_MSGD = "async_sgd", "async_msgd"
 HOGWILD_EASGD, HOGWILD_SGD = "hogwild_easgd", "hogwild_sgd"
-# Those whose centre processes of their own can hold.
-SERVED: tuple[str, ...] = (ORIGINAL_EASGD, ASYNC_EASGD, ASYNC_MEASGD, ASYNC_SGD, ASYNC_MSGD)
-# Those whose workers wait for nobody at the end of a step.
-ASYNCHRONOUS: tuple[str, ...] = (*SERVED, HOGWILD_EASGD, HOGWILD_SGD)
-AVERAGINGS: tuple[str, ...] = (
-    *(NO_AVERAGING, SYNC_EASGD, LOCAL_SGD, SLOW_MOMENTUM, DILOCO),
-    *ASYNCHRONOUS,
+# Modes of ElasticAverage, as far as they have other names than methods; and those whose centre
+# server processes can hold, or whose workers exchange on their own.
+SYNC, SYNC_SGD, ASYNC, ROUND_ROBIN, HOGWILD = "sync", "sync_sgd", "async", "round_robin", "hogwild"
+SERVER_MODES: tuple[str, ...] = (ASYNC, ROUND_ROBIN, ASYNC_SGD)
+ASYNC_MODES: tuple[str, ...] = (*SERVER_MODES, HOGWILD, HOGWILD_SGD)
+# The mode of ElasticAverage that runs each method.
+MODE_OF_METHOD: dict[str, str] = {
+    SYNC_EASGD: SYNC,
+    LOCAL_SGD: SYNC,
+    SLOW_MOMENTUM: SYNC,
+    DILOCO: SYNC,
+    ORIGINAL_EASGD: ROUND_ROBIN,
+    ASYNC_EASGD: ASYNC,
+    ASYNC_MEASGD: ASYNC,
+    ASYNC_SGD: ASYNC_SGD,
+    ASYNC_MSGD: ASYNC_SGD,
+    HOGWILD_EASGD: HOGWILD,
+    HOGWILD_SGD: HOGWILD_SGD,
+}
+AVERAGINGS: tuple[str, ...] = (NO_AVERAGING, *MODE_OF_METHOD)
+# Methods with an elastic force, with servers, and with workers that do not wait for each other.
+ELASTIC = (SYNC_EASGD, ORIGINAL_EASGD, ASYNC_EASGD, ASYNC_MEASGD, HOGWILD_EASGD)
+SERVED: tuple[str, ...] = tuple(m for m, mode in MODE_OF_METHOD.items() if mode in SERVER_MODES)
+ASYNCHRONOUS: tuple[str, ...] = tuple(
+    m for m, mode in MODE_OF_METHOD.items() if mode in ASYNC_MODES
 )
 
 

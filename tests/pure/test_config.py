@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import tomllib
+import typing
 from pathlib import Path
 
 import pytest
 
 from ganglion.decide.config import (
+    AveragingSection,
     Override,
     RunFile,
     check_plan,
@@ -21,7 +23,7 @@ from ganglion.decide.config import (
 )
 from ganglion.decide.config.recipes import QUICKSTART, recipe
 from ganglion.decide.config.tensor_checks import check_vocabulary
-from ganglion.decide.plan import Plan
+from ganglion.decide.plan import AVERAGINGS, Plan
 from ganglion.errors import ConfigError, GanglionError, LayoutError, UnknownKeyError
 
 HUGGING_FACE = "ganglion.execute.models.hugging_face:build"
@@ -223,6 +225,10 @@ def test_schedule_aliases() -> None:
 def test_reserved_sections_reach_the_plan() -> None:
     plan = resolve(load(averaging={"method": "sync_easgd"}, memory={"recompute": "full"}))
     assert (plan.averaging, plan.recompute) == ("sync_easgd", "full")
+
+
+def test_the_schema_lists_the_averaging_methods_of_a_plan() -> None:
+    assert typing.get_args(AveragingSection.model_fields["method"].annotation) == AVERAGINGS
 
 
 @pytest.mark.parametrize(

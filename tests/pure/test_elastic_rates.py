@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ganglion.decide.plan import ASYNC, HOGWILD, ROUND_ROBIN, SYNC
 from ganglion.decide.schedules.exchanges.elastic_rates import (
-    ASYNC,
-    HOGWILD,
-    MODES,
-    ROUND_ROBIN,
-    SYNC,
     ElasticRate,
     round_robin_alpha_limit,
     sync_alpha_limit,
@@ -96,7 +92,7 @@ def test_published_limits_of_small_learning_rates() -> None:
 @pytest.mark.parametrize("x", [2.0, 3.0, 5.0])
 def test_too_high_a_learning_rate_leaves_no_stable_alpha(x: float) -> None:
     assert sync_alpha_limit(4, x) == 0 == round_robin_alpha_limit(x)
-    for mode in MODES:
+    for mode in [SYNC, ASYNC, HOGWILD, ROUND_ROBIN]:
         with pytest.raises(ConfigError, match="lower beta or lr"):
             ElasticRate(beta=0.1).checked_alpha(1.0, 4, 1, mode, curvature=x)
 
@@ -135,7 +131,7 @@ def test_beta_is_shared_by_all_workers(beta: float, workers: int, tau: int, spre
 # --- guards ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [SYNC, ASYNC, HOGWILD, ROUND_ROBIN])
 def test_beta_above_one_is_refused_with_its_numbers(mode: str) -> None:
     with pytest.raises(ConfigError, match=r"beta = 4 workers \* alpha = 1\.2, above 1"):
         ElasticRate(alpha=0.3).checked_alpha(0.1, 4, 1, mode)

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from ganglion.decide.plan import ROUND_ROBIN
 from ganglion.decide.schedules.exchanges.served import (
     EXCHANGE,
     JOIN,
@@ -15,7 +16,6 @@ from ganglion.decide.schedules.exchanges.served import (
     PULL,
     PUSH,
     RETURN,
-    ROUND_ROBIN,
     Event,
     Refuse,
     Repeat,

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ganglion.decide.schedules.exchanges.served import JOIN, PUSH, ROUND_ROBIN, Event
+from ganglion.decide.plan import ROUND_ROBIN
+from ganglion.decide.schedules.exchanges.served import JOIN, PUSH, Event
 from ganglion.decide.topology import Mesh
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.methods.packed import Packed

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ganglion.decide.plan import ROUND_ROBIN
 from ganglion.decide.schedules.exchanges.elastic_rates import ElasticRate
 from ganglion.decide.schedules.exchanges.served import (
     EXCHANGE,
@@ -21,7 +22,6 @@ from ganglion.decide.schedules.exchanges.served import (
     JOIN,
     LEAVE,
     PUSH,
-    ROUND_ROBIN,
     Event,
 )
 from ganglion.decide.topology import Mesh

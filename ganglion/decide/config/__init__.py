@@ -2,7 +2,6 @@
 
 from ganglion.decide.config.averaging_checks import (
     DEFAULT_BETA,
-    ELASTIC,
     check_flushes,
     given_rates,
 )
@@ -36,7 +35,6 @@ from ganglion.decide.config.tensor_checks import check_vocabulary
 __all__ = [
     "CHECKPOINTS",
     "DEFAULT_BETA",
-    "ELASTIC",
     "LOGS",
     "MEMORY_FILE",
     "METRICS_FILE",

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from ganglion.decide.config.schema import AveragingSection, RunFile
 from ganglion.decide.plan import (
-    ASYNC_EASGD,
     ASYNC_MEASGD,
     ASYNC_MSGD,
     ASYNCHRONOUS,
     DILOCO,
-    HOGWILD_EASGD,
-    ORIGINAL_EASGD,
+    ELASTIC,
+    MODE_OF_METHOD,
     SLOW_MOMENTUM,
-    SYNC_EASGD,
     Plan,
 )
-from ganglion.decide.schedules.exchanges import ASYNC, HOGWILD, ROUND_ROBIN, SYNC, ElasticRate
+from ganglion.decide.schedules.exchanges import ElasticRate
 from ganglion.decide.schedules.pipeline import RankSchedule, planned_schedule
 from ganglion.errors import ConfigError, NotBuiltError
 
 DEFAULT_BETA = 0.9
-# The methods under an elastic force, and whose bounds on its rate are theirs.
-ELASTIC = {
-    SYNC_EASGD: SYNC,
-    ORIGINAL_EASGD: ROUND_ROBIN,
-    ASYNC_EASGD: ASYNC,
-    ASYNC_MEASGD: ASYNC,
-    HOGWILD_EASGD: HOGWILD,
-}
 # Keys that only some methods read.
 _READERS = {
     "outer_lr": (SLOW_MOMENTUM, DILOCO),
@@ -46,7 +36,7 @@ def check_averaging(run: RunFile, plan: Plan) -> None:
     check_flushes(plan, planned_schedule(plan, 0))
     _check_readers(section, plan.averaging)
     if plan.averaging in ELASTIC:
-        mode = ELASTIC[plan.averaging]
+        mode = MODE_OF_METHOD[plan.averaging]
         try:
             elastic_rate(section).checked_alpha(run.optimizer.lr, plan.data, section.tau, mode)
         except ConfigError as error:  # it speaks of arguments, which are keys here

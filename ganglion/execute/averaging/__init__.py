@@ -1,13 +1,7 @@
 """Elastic averaging: workers that train on their own and are drawn to a shared centre."""
 
 from ganglion.execute.averaging.average import ElasticAverage
-from ganglion.execute.averaging.choosing import (
-    ASYNC_SGD,
-    HOGWILD_SGD,
-    SERVED_MODES,
-    Wishes,
-    choose_method,
-)
+from ganglion.execute.averaging.choosing import Wishes, choose_method
 from ganglion.execute.averaging.methods import (
     ExchangeMetrics,
     Method,
@@ -20,9 +14,6 @@ from ganglion.execute.averaging.methods import (
 from ganglion.execute.averaging.workers import own_address, server_place
 
 __all__ = [
-    "ASYNC_SGD",
-    "HOGWILD_SGD",
-    "SERVED_MODES",
     "ElasticAverage",
     "ExchangeMetrics",
     "Method",

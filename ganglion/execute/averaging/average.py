@@ -32,11 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ganglion.decide.schedules.exchanges import SYNC, SyncExchange
+from ganglion.decide.plan import ASYNC_MODES, SYNC
+from ganglion.decide.schedules.exchanges import SyncExchange
 from ganglion.decide.topology import read_launch
 from ganglion.errors import ConfigError
 from ganglion.execute.averaging.building import check_digests
-from ganglion.execute.averaging.choosing import SERVED_MODES, Wishes, choose_method
+from ganglion.execute.averaging.choosing import Wishes, choose_method
 from ganglion.execute.averaging.meeting_point import gather_around
 from ganglion.execute.averaging.methods import (
     BREAKDOWN,
@@ -184,7 +185,7 @@ class ElasticAverage:
         wishes, packed, workers = self._wishes, self._packed, self._workers
         if workers.inside.size > 1:
             return two_level(wishes, packed, workers, self._lr())
-        if wishes.mode not in SERVED_MODES:
+        if wishes.mode not in ASYNC_MODES:
             return choose_method(wishes, packed, workers.between, self._lr(), turns)
         environment, _, deterministic, timeout_s = self._how_to_meet
         if deterministic:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ganglion.decide.schedules.exchanges import SYNC, ElasticRate, SyncExchange
+from ganglion.decide.plan import SYNC
+from ganglion.decide.schedules.exchanges import ElasticRate, SyncExchange
 from ganglion.errors import ConfigError, ProtocolError
 from ganglion.execute.averaging.methods import (
     MEAN_OF,

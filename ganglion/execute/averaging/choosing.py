@@ -12,14 +12,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ganglion.decide.schedules.exchanges import (
-    ASYNC,
-    HOGWILD,
-    ROUND_ROBIN,
-    SYNC,
-    ElasticRate,
-    SyncExchange,
-)
+from ganglion.decide.plan import ASYNC_MODES, SYNC, SYNC_SGD
+from ganglion.decide.schedules.exchanges import ElasticRate, SyncExchange
 from ganglion.errors import ConfigError
 from ganglion.execute.averaging.building import (
     REPLICATED,
@@ -33,9 +27,6 @@ from ganglion.execute.averaging.methods import MEAN_OF, Method, OuterFactory, Pa
 from ganglion.execute.comm import Group
 from ganglion.units import MIB
 
-SYNC_SGD, ASYNC_SGD, HOGWILD_SGD = "sync_sgd", "async_sgd", "hogwild_sgd"
-SERVED_MODES = (ASYNC, ROUND_ROBIN, ASYNC_SGD, HOGWILD, HOGWILD_SGD)
-ALL_MODES = (SYNC, SYNC_SGD, *SERVED_MODES)
 SERVER = "server"
 RATE = ("alpha", "beta", "rho", "amortise", "unsafe")
 _ASYNCHRONOUS = ("center_momentum", "max_staleness", "servers")
@@ -75,7 +66,7 @@ class Wishes:
         """Return where the centre is: as given, or what suits the mode."""
         if self.center is not None:
             return self.center
-        return SERVER if self.mode in SERVED_MODES else REPLICATED
+        return SERVER if self.mode in ASYNC_MODES else REPLICATED
 
     def rate(self) -> ElasticRate:
         """Return the one rate that was given."""
@@ -111,7 +102,7 @@ def choose_method(
         refuse(wishes, names, wishes.mode)
         return sync_sgd(packed, group, wishes.reduction, wishes.max_elements(packed))
     if wishes.mode != SYNC:
-        raise ConfigError(f'mode = "{wishes.mode}" is not one of {list(ALL_MODES)}')
+        raise ConfigError(f'mode = "{wishes.mode}" is not one of {[SYNC, SYNC_SGD, *ASYNC_MODES]}')
     refuse(wishes, (*_ASYNCHRONOUS, "reduction"), wishes.mode)
     options = wishes.sync_options(packed)
     if wishes.outer is None:

@@ -15,9 +15,10 @@ import dataclasses
 
 from torch import Tensor
 
+from ganglion.decide.plan import ASYNC_MODES
 from ganglion.errors import ConfigError
 from ganglion.execute.averaging.building import sync_sgd
-from ganglion.execute.averaging.choosing import SERVED_MODES, Wishes, choose_method
+from ganglion.execute.averaging.choosing import Wishes, choose_method
 from ganglion.execute.averaging.methods import (
     MEAN_OF,
     ExchangeMetrics,
@@ -122,7 +123,7 @@ class TwoLevel:
 def two_level(wishes: Wishes, packed: Packed, workers: Workers, lr: float) -> TwoLevel:
     """Return both levels for this process: gradients by `reduction` inside, `wishes` between."""
     inside = workers.inside
-    if wishes.mode in SERVED_MODES:
+    if wishes.mode in ASYNC_MODES:
         raise ConfigError(
             f'mode = "{wishes.mode}" has workers of one process, but inner = {inside.size}: give '
             f'inner=1, or mode="sync"'

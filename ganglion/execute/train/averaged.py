@@ -20,10 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ganglion.decide.config import DEFAULT_BETA, ELASTIC
-from ganglion.decide.plan import ASYNC_MSGD, DILOCO, LOCAL_SGD, SLOW_MOMENTUM, SYNC_EASGD, Plan
-from ganglion.decide.schedules.exchanges import SYNC
-from ganglion.execute.averaging import ASYNC_SGD, HOGWILD_SGD, SERVED_MODES, Wishes, choose_method
+from ganglion.decide.config import DEFAULT_BETA
+from ganglion.decide.plan import (
+    ASYNC_MODES,
+    ASYNC_MSGD,
+    ASYNC_SGD,
+    DILOCO,
+    ELASTIC,
+    HOGWILD_SGD,
+    LOCAL_SGD,
+    MODE_OF_METHOD,
+    SLOW_MOMENTUM,
+    SYNC_EASGD,
+    Plan,
+)
+from ganglion.execute.averaging import Wishes, choose_method
 from ganglion.execute.averaging.methods import (
     ExchangeMetrics,
     Method,
@@ -44,7 +55,6 @@ from ganglion.execute.averaging.served import (
 from ganglion.execute.comm import Group, World
 
 DEFAULT_CENTER_MOMENTUM = 0.9
-_MODES = {**ELASTIC, "async_sgd": ASYNC_SGD, ASYNC_MSGD: ASYNC_SGD, "hogwild_sgd": HOGWILD_SGD}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +90,7 @@ class AveragingSettings:
         # An exchange that starts before the forward cannot know the rate of the coming step.
         overlap = self.overlap and (self.rho is None or method == SYNC_EASGD)
         return Wishes(
-            mode=_MODES.get(method, SYNC),
+            mode=MODE_OF_METHOD[method],
             alpha=self.alpha,
             beta=DEFAULT_BETA if method in ELASTIC and not has_rate else self.beta,
             rho=self.rho,
@@ -158,7 +168,7 @@ class Averaged:
 
     def _make(self, settings: AveragingSettings, lr: Callable[[], float]) -> Method:
         wishes, packed = self._wishes, self._packed
-        if wishes.mode not in SERVED_MODES:
+        if wishes.mode not in ASYNC_MODES:
             return choose_method(wishes, packed, self._group, lr())
         method, self._hosting = served_method(
             *(wishes, packed, self._group, lr, settings.timeout_s),

@@ -1,12 +1,6 @@
 """Exchanges of elastic averaging: rates, and how an exchange commits."""
 
-from ganglion.decide.schedules.exchanges.elastic_rates import (
-    ASYNC,
-    HOGWILD,
-    ROUND_ROBIN,
-    SYNC,
-    ElasticRate,
-)
+from ganglion.decide.schedules.exchanges.elastic_rates import ElasticRate
 from ganglion.decide.schedules.exchanges.served import (
     EXCHANGE,
     FIRST_COME,
@@ -28,19 +22,15 @@ from ganglion.decide.schedules.exchanges.served import (
 from ganglion.decide.schedules.exchanges.sync import Exchange, SyncExchange
 
 __all__ = [
-    "ASYNC",
     "EXCHANGE",
     "FIRST_COME",
-    "HOGWILD",
     "JOIN",
     "LEAVE",
     "LOOK",
     "PULL",
     "PUSH",
     "RETURN",
-    "ROUND_ROBIN",
     "STALENESS_PER_WORKER",
-    "SYNC",
     "WRITES",
     "ElasticRate",
     "Event",

@@ -22,10 +22,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ganglion.decide.plan import ASYNC, ROUND_ROBIN, SYNC
 from ganglion.errors import ConfigError
-
-SYNC, ASYNC, HOGWILD, ROUND_ROBIN = "sync", "async", "hogwild", "round_robin"
-MODES = (SYNC, ASYNC, HOGWILD, ROUND_ROBIN)
 
 
 def sync_alpha_limit(num_workers: int, lr_curvature: float = 0.0) -> float:

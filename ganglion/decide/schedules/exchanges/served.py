@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ganglion.decide.schedules.exchanges.elastic_rates import ROUND_ROBIN
+from ganglion.decide.plan import ROUND_ROBIN
 from ganglion.errors import ConfigError, ProtocolError
 
 JOIN = "join"  # become a member; the reply is the centre, where the worker starts

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 
+from ganglion.decide.plan import ROUND_ROBIN
 from ganglion.decide.schedules.exchanges import (
     EXCHANGE as ASK_EXCHANGE,
 )
 from ganglion.decide.schedules.exchanges import (
     FIRST_COME,
     JOIN,
-    ROUND_ROBIN,
     Refuse,
     Repeat,
     Request,

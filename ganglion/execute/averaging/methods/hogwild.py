@@ -17,7 +17,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from ganglion.decide.schedules.exchanges import HOGWILD, STALENESS_PER_WORKER, ElasticRate
+from ganglion.decide.plan import HOGWILD
+from ganglion.decide.schedules.exchanges import STALENESS_PER_WORKER, ElasticRate
 from ganglion.errors import ConfigError, ProtocolError
 from ganglion.execute.averaging.methods.elastic import elastic_force
 from ganglion.execute.averaging.methods.method import ExchangeMetrics, State

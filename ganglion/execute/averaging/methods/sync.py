@@ -24,7 +24,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ganglion.decide.schedules.exchanges import SYNC, ElasticRate, Exchange, SyncExchange
+from ganglion.decide.plan import SYNC
+from ganglion.decide.schedules.exchanges import ElasticRate, Exchange, SyncExchange
 from ganglion.errors import CommError
 from ganglion.execute.averaging.methods.centers import Center
 from ganglion.execute.averaging.methods.elastic import elastic_force

@@ -18,7 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ganglion.decide.schedules.exchanges import ASYNC, EXCHANGE, PUSH, ElasticRate
+from ganglion.decide.plan import ASYNC
+from ganglion.decide.schedules.exchanges import EXCHANGE, PUSH, ElasticRate
 from ganglion.errors import ConfigError
 from ganglion.execute.averaging.methods import ExchangeMetrics, Motion, Packed, State, elastic_force
 from ganglion.execute.averaging.served.shards import Part, ShardedCenter

@@ -27,11 +27,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ganglion.decide.schedules.exchanges import ASYNC, FIRST_COME, ROUND_ROBIN
-from ganglion.decide.schedules.exchanges import ROUND_ROBIN as IN_TURN
+from ganglion.decide.plan import ASYNC_SGD, ROUND_ROBIN, SERVER_MODES
+from ganglion.decide.schedules.exchanges import FIRST_COME
 from ganglion.decide.topology import read_launch
 from ganglion.errors import ConfigError, PeerLost
-from ganglion.execute.averaging.choosing import ASYNC_SGD, SERVER, Wishes
+from ganglion.execute.averaging.choosing import SERVER, Wishes
 from ganglion.execute.averaging.methods import Packed
 from ganglion.execute.averaging.served.connections import Store
 from ganglion.execute.averaging.served.rules import Additive, Elastic, Rule
@@ -41,7 +41,6 @@ from ganglion.execute.averaging.served.snapshot import Snapshots, load_snapshot
 from ganglion.execute.averaging.workers import server_place
 from ganglion.execute.comm import Group, World, broadcast_text, open_store
 
-WITH_A_SERVER = (ASYNC, ROUND_ROBIN, ASYNC_SGD)
 _COUNTER = "ganglion/centers"
 _END = "end"
 
@@ -86,7 +85,7 @@ def rule_of(mode: str, momentum: float, num_trained: int, numel: int) -> Rule:
 
 def order_of(mode: str) -> str:
     """Return in which order the writes of a mode are served."""
-    return IN_TURN if mode == ROUND_ROBIN else FIRST_COME
+    return ROUND_ROBIN if mode == ROUND_ROBIN else FIRST_COME
 
 
 def remote_center(
@@ -260,10 +259,10 @@ def _check(wishes: Wishes) -> None:
     servers, mode, center = wishes.servers, wishes.mode, wishes.center
     if servers < 0:
         raise ConfigError(f"servers = {servers}: give 0 or more processes")
-    if servers and mode not in WITH_A_SERVER:
+    if servers and mode not in SERVER_MODES:
         raise ConfigError(
             f'servers = {servers} has no meaning with mode = "{mode}", whose centre is with the '
-            f"workers: leave it out, or give one of {list(WITH_A_SERVER)}"
+            f"workers: leave it out, or give one of {list(SERVER_MODES)}"
         )
     if servers and center not in (None, SERVER, f"sharded:{servers}"):
         raise ConfigError(

@@ -22,9 +22,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ganglion.decide.schedules.exchanges import HOGWILD
+from ganglion.decide.plan import ASYNC_SGD, HOGWILD, HOGWILD_SGD
 from ganglion.errors import CommError, ConfigError
-from ganglion.execute.averaging.choosing import ASYNC_SGD, HOGWILD_SGD, RATE, SERVER, Wishes, refuse
+from ganglion.execute.averaging.choosing import RATE, SERVER, Wishes, refuse
 from ganglion.execute.averaging.methods import (
     HogwildEasgd,
     HogwildSgd,
