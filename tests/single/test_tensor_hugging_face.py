@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ganglion.execute.models.hugging_face_cuts import cuts_of
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
@@ -22,7 +23,6 @@ from ganglion.errors import LayoutError
 from ganglion.execute.comm import SoloGroup, World, run_threads
 from ganglion.execute.models import cross_entropy, named_parameters, tensor_cuts
 from ganglion.execute.models.hugging_face import build, hugging_face_blocks, hugging_face_names
-from ganglion.execute.models.hugging_face_cuts import cuts_of
 from ganglion.execute.tensor import apply_tensor_parallel
 from ganglion.execute.train import random_stream
 from tests.support.covering import cells

@@ -39,11 +39,10 @@ from ganglion.execute.tensor import (
     gather,
     split_cross_entropy,
 )
-from ganglion.execute.tensor.channel_norms import SplitGroupNorm
-from ganglion.execute.tensor.dropout import SplitDropout
-from ganglion.execute.tensor.forms import form_of
+from ganglion.execute.tensor.layers import SplitDropout
 from ganglion.execute.tensor.multiply import Layer, multiply
-from ganglion.execute.tensor.products import LinearProduct, Sizes
+from ganglion.execute.tensor.norms import SplitGroupNorm
+from ganglion.execute.tensor.products import LinearProduct, Sizes, form_of
 from tests.support.tensors import WIDE
 
 

@@ -1,10 +1,9 @@
 """Three-dimensional tensor parallelism: layers split over x, y and z, after AxoNN-4D."""
 
 from ganglion.execute.tensor.activations import cut, gather
-from ganglion.execute.tensor.apply import TensorParallel, apply_tensor_parallel
+from ganglion.execute.tensor.apply import TensorParallel, TensorReport, apply_tensor_parallel
 from ganglion.execute.tensor.cross_entropy import split_cross_entropy
 from ganglion.execute.tensor.grid import WITHOUT_OVERLAP, Grid, TensorSettings
-from ganglion.execute.tensor.report import TensorReport
 from ganglion.execute.tensor.weights import Weights
 
 __all__ = [

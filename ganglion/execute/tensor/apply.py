@@ -1,14 +1,14 @@
-"""From ordinary blocks to blocks of split layers: modules are replaced, names stay.
+"""Replace the modules of ordinary blocks by split layers; names stay.
 
 Every module that the cuts name is replaced by its split counterpart, which holds this rank's pieces
-of its parameters. A linear layer that nobody described takes and returns whole activations; what
-cannot be split is left whole, and the report says why.
+of its parameters. A linear layer without a cut takes and returns whole activations. Modules that
+cannot be split are left whole; the report gives the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -19,16 +19,45 @@ from ganglion.decide.topology import (
     EmbeddingCut,
     LinearCut,
     NormCut,
+    Placement,
     WidthCut,
 )
 from ganglion.errors import ConfigError
 from ganglion.execute.comm import World
-from ganglion.execute.tensor.forms import form_of, obstacle
 from ganglion.execute.tensor.grid import Grid, TensorSettings
 from ganglion.execute.tensor.pieces import Pieces
+from ganglion.execute.tensor.products import form_of, why_not_split
 from ganglion.execute.tensor.replace import Replacer
-from ganglion.execute.tensor.report import Entry, TensorReport
 from ganglion.execute.tensor.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One module: what became of it, in a few words."""
+
+    module: str
+    kind: str
+    how: str
+
+
+@dataclass(slots=True)
+class TensorReport:
+    """What `apply_tensor_parallel` did; `placements` go by the names of the parameters.
+
+    `kept` has the parameters of this rank whose blocks stay gathered along z until they change.
+    """
+
+    split: list[Entry] = field(default_factory=list)
+    whole: list[Entry] = field(default_factory=list)
+    placements: dict[str, Placement] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """One line a module."""
+        rows = [f"split  {e.module} ({e.kind}): {e.how}" for e in self.split]
+        rows += [f"whole  {e.module} ({e.kind}): {e.how}" for e in self.whole]
+        rows += [f"kept   {name}: gathered once, until it changes" for name in self.kept]
+        return "\n".join(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +147,7 @@ class _Splitter:
         if cut is None and form_of(module) is not None:
             cut = WHOLE
         if cut is None:
-            self._leave(name, module, obstacle(module) or "no cut is known for it")
+            self._leave(name, module, why_not_split(module) or "no cut is known for it")
             return module
         made = self._replacer.replaced(name, module, cut)
         made.train(module.training)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ganglion.errors import LayoutError
 from ganglion.execute.comm import Group
-from ganglion.execute.tensor.numbers import check_numbers
+from ganglion.execute.tensor.layers import check_numbers
 
 IGNORED = -100  # as in torch: rows with this target do not count
 

@@ -1,13 +1,24 @@
-"""Layers that multiply: linear layers and convolutions, split over x, y and z."""
+"""Split layers: products (linear layers and convolutions), embeddings and dropout.
+
+The rows of an embedding table are split over one axis, its features over another. A rank looks up
+the ids among its rows and contributes zeros for the others; the sum over the axis of the rows is
+the lookup in the whole table. Weights and tables are stored in pieces along z.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ganglion.errors import LayoutError
+from ganglion.errors import DataError, LayoutError
 from ganglion.execute.comm import Group
 from ganglion.execute.tensor.activations import cut, gather
 from ganglion.execute.tensor.multiply import Layer, multiply
+from ganglion.execute.tensor.weights import StoredWeight, phase_now
 
 
 class SplitProduct(nn.Module):
@@ -62,4 +73,90 @@ class SplitProduct(nn.Module):
             f"{self._name} takes {self.in_features} features in dim {self._feature_dim}, but got "
             f"activations of shape {tuple(x.shape)}: its cut must fit the layers around it, or "
             f"take whole activations as the layers without a cut do"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    weight: StoredWeight
+    group: Group | None  # splits the rows
+    num_rows: int
+    first: int
+
+
+class SplitEmbedding(nn.Module):
+    """nn.Embedding of a split table."""
+
+    def __init__(self, stored: StoredWeight, group: Group | None, rows: range) -> None:
+        """Hold `rows` of the whole table; `group` splits them."""
+        super().__init__()
+        self.weight = stored.parameter
+        self.num_embeddings = len(rows) * (1 if group is None else group.size)
+        self._table = _Table(stored, group, len(rows), rows.start)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors of ids of any shape; this rank's features of them."""
+        check_numbers(ids, self.num_embeddings, "id")
+        vectors: Tensor = _LookUp.apply(self.weight, ids, self._table)  # type: ignore[no-untyped-call]
+        return vectors
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, ids: Tensor, table: _Table) -> Tensor:
+        ctx.table = table
+        block = table.weight.block(phase_now())
+        if table.group is None:
+            ctx.save_for_backward(ids)
+            return F.embedding(ids, block)
+        local = ids - table.first
+        is_here = (local >= 0) & (local < table.num_rows)
+        local = local.where(is_here, 0)
+        ctx.save_for_backward(local, is_here)
+        vectors = F.embedding(local, block) * is_here[..., None]
+        table.group.all_reduce(vectors).wait()
+        return vectors
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        table: _Table = ctx.table
+        ids, *here = ctx.saved_tensors
+        if here:
+            gradient = gradient * here[0][..., None]
+        block = gradient.new_zeros(table.num_rows, gradient.shape[-1])
+        block.index_add_(0, ids.flatten(), gradient.flatten(0, -2))
+        return table.weight.gradient(block), None, None
+
+
+class SplitDropout(nn.Module):
+    """nn.Dropout on activations of which each rank of `group` has an equal piece along `dim`."""
+
+    def __init__(self, p: float, group: Group, dim: int) -> None:
+        """Drop with probability `p`."""
+        super().__init__()
+        self.p = p
+        self._group = group
+        self._dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop in training, do nothing in evaluation."""
+        if not self.training or self.p == 0:
+            return x
+        shape = list(x.shape)
+        shape[self._dim] *= self._group.size
+        # torch's own dropout of ones: the same random numbers as the serial layer draws.
+        mask = torch.dropout(x.new_ones(shape), self.p, train=True)
+        return x * mask.chunk(self._group.size, self._dim)[self._group.index]
+
+
+def check_numbers(numbers: Tensor, total: int, what: str) -> None:
+    """Refuse numbers outside 0 .. total - 1, as torch does for a whole table."""
+    good = (numbers >= 0) & (numbers < total)
+    if numbers.device.type != "cpu":
+        torch._assert_async(good.all())  # reading the answer would stop the device
+    elif not bool(good.all()):
+        wrong = int(numbers[~good].flatten()[0])
+        raise DataError(
+            f"{what} {wrong} is outside 0 .. {total - 1}: check the data, or the size that the "
+            f"model was built with"
         )

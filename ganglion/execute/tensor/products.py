@@ -1,4 +1,7 @@
-"""Products: what a layer multiplies, and its two gradients; each computes on local blocks only."""
+"""Products of activations and a weight with their two gradients, on local blocks only.
+
+A `Form` is the product of a module, and which dims of the weight are its outputs and inputs.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,14 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 Sizes = tuple[int, ...]
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+Conv = (
+    nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+)
 
 
 class Product(Protocol):
@@ -94,3 +102,59 @@ class ConvProduct:
             gradient, x, weight, None, *self._how(), wanted
         )
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A product, the dims of outputs and inputs in its weight, and that of features in images."""
+
+    product: Product
+    out_dim: int = 0
+    in_dim: int = 1
+    feature_dim: int = -1
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """Return what a module multiplies; None if it does not, or cannot be split."""
+    if isinstance(module, nn.Linear):
+        return Form(LinearProduct())
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of Hugging Face's GPT-2
+        return Form(FlippedProduct(), out_dim=1, in_dim=0)
+    if not isinstance(module, (*_CONVS, *_TRANSPOSED)) or why_not_split(module) is not None:
+        return None
+    transposed = isinstance(module, _TRANSPOSED)
+    product = ConvProduct(
+        tuple(module.stride),
+        _padding(module),
+        tuple(module.dilation),
+        transposed,
+        tuple(module.output_padding),
+    )
+    return Form(product, *((1, 0) if transposed else (0, 1)), feature_dim=1)
+
+
+def why_not_split(module: nn.Module) -> str | None:
+    """Say why a convolution cannot be split; None if it can, or is none."""
+    if not isinstance(module, (*_CONVS, *_TRANSPOSED)):
+        return None
+    if module.groups > 1:
+        return f"its {module.groups} groups of channels do not mix, which no split product knows"
+    if module.padding_mode != "zeros":
+        return f"padding_mode={module.padding_mode!r} pads with more than zeros"
+    if module.padding == "same" and any(total % 2 for total in _same_padding(module)):
+        return 'padding="same" with an even kernel pads its two sides differently'
+    return None
+
+
+def _padding(module: Conv) -> tuple[int, ...]:
+    if module.padding == "same":
+        return tuple(total // 2 for total in _same_padding(module))
+    if module.padding == "valid":
+        return (0,) * len(module.kernel_size)
+    return tuple(int(size) for size in module.padding)
+
+
+def _same_padding(module: Conv) -> tuple[int, ...]:
+    """Return by how much each dim is padded, both sides together."""
+    sizes = zip(module.dilation, module.kernel_size, strict=True)
+    return tuple(dilation * (size - 1) for dilation, size in sizes)

@@ -20,15 +20,18 @@ from ganglion.decide.topology import (
 )
 from ganglion.errors import LayoutError
 from ganglion.execute.comm import Group
-from ganglion.execute.tensor.channel_norms import BATCH_NORMS, SplitGroupNorm, whole_groups
-from ganglion.execute.tensor.dropout import SplitDropout
-from ganglion.execute.tensor.embedding import SplitEmbedding
-from ganglion.execute.tensor.forms import Form, form_of, obstacle
 from ganglion.execute.tensor.grid import Grid
-from ganglion.execute.tensor.layers import SplitProduct
+from ganglion.execute.tensor.layers import SplitDropout, SplitEmbedding, SplitProduct
 from ganglion.execute.tensor.multiply import Layer
-from ganglion.execute.tensor.norms import SplitLayerNorm, SplitRMSNorm
+from ganglion.execute.tensor.norms import (
+    BATCH_NORMS,
+    SplitGroupNorm,
+    SplitLayerNorm,
+    SplitRMSNorm,
+    whole_groups,
+)
 from ganglion.execute.tensor.pieces import Pieces
+from ganglion.execute.tensor.products import Form, form_of, why_not_split
 from ganglion.execute.tensor.tuning import tuned
 from ganglion.execute.tensor.weights import StoredWeight, Weights
 
@@ -59,7 +62,7 @@ class Replacer:
     def _product(self, name: str, module: nn.Module, cut: LinearCut) -> nn.Module:
         form = form_of(module)
         if form is None:
-            why = obstacle(module) or "only linear layers and convolutions can"
+            why = why_not_split(module) or "only linear layers and convolutions can"
             raise _misfit(name, module, cut, why)
         whole = _parameter(module, "weight")
         in_features = whole.shape[form.in_dim]
