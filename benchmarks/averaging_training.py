@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from ganglion.execute.models.convnet import ConvNet
 from torch import Tensor
 
 from ganglion.decide.shapes import ConvShape
@@ -32,6 +31,7 @@ from ganglion.execute.averaging.methods.elastic import elastic_force
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.served.rules import Additive, Elastic
 from ganglion.execute.data.idx import find_idx_folder, find_idx_pair, read_idx
+from ganglion.execute.models.small_nets import ConvNet
 
 MOMENTUM = 0.9
 Images = tuple[Tensor, Tensor]

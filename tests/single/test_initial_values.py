@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from ganglion.execute.models.layer_defaults import torch_defaults
 from torch import Tensor, nn
 
 from ganglion.decide.topology import Box, Coordinates, Mesh, Placement, Shard
@@ -31,6 +30,7 @@ from ganglion.execute.models import (
 )
 from ganglion.execute.models import initial as initial_module
 from ganglion.execute.models.initial import _key, fill
+from ganglion.execute.models.small_nets import torch_defaults
 from tests.support.training import SHAPES
 
 NAME = "layers.3.mlp.up.weight"

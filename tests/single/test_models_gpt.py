@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from ganglion.execute.models.attention import Attention, Rotary
 from torch import Tensor, nn
 
 from ganglion.decide.shapes import GPTShape
 from ganglion.errors import LayoutError
 from ganglion.execute.models import GPT, build_model, cross_entropy, named_parameters, tied_names
+from ganglion.execute.models.gpt import Attention, Rotary
 
 TOLERANCE = 1e-5
 BASE = GPTShape(

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from ganglion.execute.models.hugging_face_cuts import cuts_of
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
@@ -23,6 +22,7 @@ from ganglion.errors import LayoutError
 from ganglion.execute.comm import SoloGroup, World, run_threads
 from ganglion.execute.models import cross_entropy, named_parameters, tensor_cuts
 from ganglion.execute.models.hugging_face import build, hugging_face_blocks, hugging_face_names
+from ganglion.execute.models.tensor_cuts import hugging_face_cuts
 from ganglion.execute.tensor import apply_tensor_parallel
 from ganglion.execute.train import random_stream
 from tests.support.covering import cells
@@ -402,9 +402,9 @@ def test_no_parameter_is_left_whole(family: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_blocks_of_others_are_left_to_the_general_path(family: str) -> None:
     blocks = hugging_face_blocks(make_model(Case(family)))
-    found = cuts_of(blocks)
+    found = hugging_face_cuts(blocks)
     assert found is not None and found.output_axis == "x"
     del blocks["head"]
-    found = cuts_of(blocks)
+    found = hugging_face_cuts(blocks)
     assert found is not None and found.output_axis == "y"
-    assert cuts_of({**blocks, "mine": nn.Linear(2, 2)}) is None
+    assert hugging_face_cuts({**blocks, "mine": nn.Linear(2, 2)}) is None

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from ganglion.execute.models.layer_defaults import torch_defaults
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +24,7 @@ from ganglion.execute.models import (
     named_blocks,
     named_parameters,
 )
+from ganglion.execute.models.small_nets import torch_defaults
 from ganglion.execute.train import Run, build_blocks, build_job
 from tests.support.covering import Values, by_name, cells
 from tests.support.serial import History, assert_same_by_name

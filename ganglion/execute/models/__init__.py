@@ -15,13 +15,12 @@ from ganglion.execute.models.build import (
     call_function,
     outline_model,
 )
-from ganglion.execute.models.convnet import ConvNet
 from ganglion.execute.models.generate import generate
 from ganglion.execute.models.gpt import GPT
 from ganglion.execute.models.initial import Constant, Initial, InitialWeights, Normal, Uniform
 from ganglion.execute.models.losses import LossFn, cross_entropy, loss_function, mse
 from ganglion.execute.models.meta import check_memory, lent_memory, make_real
-from ganglion.execute.models.mlp import MLP
+from ganglion.execute.models.small_nets import MLP, ConvNet
 from ganglion.execute.models.tensor_cuts import tensor_cuts
 
 __all__ = [

@@ -12,10 +12,9 @@ from torch import nn
 from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.errors import ConfigError
 from ganglion.execute.models.blocks import BlockModel, Blocks, named_blocks
-from ganglion.execute.models.convnet import ConvNet
 from ganglion.execute.models.gpt import GPT
 from ganglion.execute.models.initial import InitialWeights, drawn_seed
-from ganglion.execute.models.mlp import MLP
+from ganglion.execute.models.small_nets import MLP, ConvNet
 from ganglion.reference import current_folder_importable, load_function
 
 
