@@ -32,7 +32,7 @@ from ganglion import Plan, parallelize
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import ScheduleOptions, make_schedule
 from ganglion.decide.schedules.pipeline.action import UPDATE
-from ganglion.decide.simulator import Surroundings, simulate
+from ganglion.decide.simulator import SimulationOptions, simulate
 from ganglion.execute.comm import torch_world
 
 NUM_FLOATS = 16 << 10  # 64 KB a message
@@ -246,7 +246,7 @@ def theoretical_s(entry: Entry, task: VirtualTask, num_steps: int = 60, skipped:
         partial(_schedule, entry),
         [times] * entry.num_ranks,
         [entry.num_microbatches] * num_steps,
-        Surroundings(seed=task.seed),
+        SimulationOptions(seed=task.seed),
     )
     ends_s = [0.0] * num_steps
     for action, _, end_s, _, _ in simulation.rows:

@@ -15,7 +15,7 @@ from harness import Row, arguments, report, spread
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import SCHEDULES, make_schedule
 from ganglion.decide.schedules.pipeline.action import BACKWARD, FORWARD, WEIGHT
-from ganglion.decide.simulator import Simulation, Surroundings, simulate
+from ganglion.decide.simulator import Simulation, SimulationOptions, simulate
 
 SIZES = ((8, 2000), (64, 256))
 QUICK_SIZES = ((8, 100), (16, 32))
@@ -30,7 +30,7 @@ def run_once(name: str, num_ranks: int, num_microbatches: int) -> Simulation:
         lambda rank: make_schedule(name, rank, num_ranks),
         [UNIT] * num_stages,
         [num_microbatches],
-        Surroundings(num_replicas=REPLICAS),
+        SimulationOptions(num_replicas=REPLICAS),
     )
 
 

@@ -21,7 +21,7 @@ from ganglion.decide.schedules.pipeline import (
     rehearse,
     stage_map_of,
 )
-from ganglion.decide.simulator import Simulation, Surroundings, simulate, with_default_limit
+from ganglion.decide.simulator import Simulation, SimulationOptions, simulate, with_default_limit
 from ganglion.errors import ConfigError, LayoutError
 
 
@@ -103,7 +103,7 @@ def _run(name: str, options: ScheduleOptions, request: ScheduleRequest) -> Simul
     if name not in SCHEDULES:  # of the user's own: it might wait for ever
         rehearse(make, request.num_stages, batches, f"schedule = {name!r}")
     times = [request.times.divided(stage_map.num_chunks)] * stage_map.num_stages
-    return simulate(make, times, batches, Surroundings(seed=request.seed))
+    return simulate(make, times, batches, SimulationOptions(seed=request.seed))
 
 
 def _figures(

@@ -45,7 +45,7 @@ from ganglion.decide.simulator.averaging.simulate import (
     efficiency,
     simulate_averaging,
 )
-from ganglion.decide.simulator.disturbance import Disturbance
+from ganglion.decide.simulator.options import Disturbance
 from ganglion.errors import ConfigError
 from tests.support.profiles import examples
 

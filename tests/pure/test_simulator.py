@@ -17,19 +17,19 @@ from ganglion.decide.simulator import (
     Disturbance,
     Route,
     Simulation,
-    Surroundings,
+    SimulationOptions,
     Transfer,
     simulate,
 )
-from ganglion.decide.simulator.disturbance import end_of
-from ganglion.decide.simulator.links import SharedLink
+from ganglion.decide.simulator.options import end_of
+from ganglion.decide.simulator.wires import SharedLink
 from ganglion.errors import ConfigError, LayoutError, ProtocolError
 from tests.support.simulated import UNIT, run
 
 
-def simulated(name: str, num_ranks: int, times: list[StageTimes], m: int, **around) -> Simulation:
+def simulated(name: str, num_ranks: int, times: list[StageTimes], m: int, **options) -> Simulation:
     return simulate(
-        lambda rank: make_schedule(name, rank, num_ranks), times, [m], Surroundings(**around)
+        lambda rank: make_schedule(name, rank, num_ranks), times, [m], SimulationOptions(**options)
     )
 
 
@@ -187,7 +187,7 @@ def test_end_of_work_through_a_pause_and_a_slow_stretch(start_s: float, end_s: f
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: Disturbance(rank=0, speed=0), ConfigError, "would stand still for ever"),
+        (lambda: Disturbance(rank=0, speed=0), ConfigError, "would pause for ever"),
         (lambda: Disturbance(rank=0, speed=-1), ConfigError, "a speed of -1"),
         (lambda: Disturbance(rank=0, speed=1, start_s=3, end_s=2), ConfigError, "has no length"),
         (

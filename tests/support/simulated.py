@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import ScheduleOptions, make_schedule
 from ganglion.decide.schedules.pipeline.laws import Case, check_laws
-from ganglion.decide.simulator import Simulation, Surroundings, simulate
+from ganglion.decide.simulator import Simulation, SimulationOptions, simulate
 
 UNIT = StageTimes(forward_s=1, backward_s=1, weight_s=1)
 
@@ -27,7 +27,7 @@ def run(
         lambda rank: make_schedule(name, rank, num_ranks, options),
         times,
         batches,
-        Surroundings(seed=seed),
+        SimulationOptions(seed=seed),
     )
     for schedule in schedules:
         for size in batches:

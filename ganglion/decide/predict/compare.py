@@ -26,7 +26,7 @@ from ganglion.decide.costs import StageTimes
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict.measured_times import computing, measured_times
 from ganglion.decide.schedules.pipeline import StageMap, planned_schedule, planned_stage_map
-from ganglion.decide.simulator import Surroundings, simulate
+from ganglion.decide.simulator import SimulationOptions, simulate
 from ganglion.errors import DataError, GanglionError
 from ganglion.trace import NONE, UPDATE, Event, Interval, common, total_s
 from ganglion.units import format_time
@@ -219,7 +219,7 @@ def _predicted(
         lambda rank: planned_schedule(plan, rank),
         times,
         [plan.num_microbatches] * num_steps,
-        Surroundings(num_replicas=plan.data),
+        SimulationOptions(num_replicas=plan.data),
     )
     places = {place: place % stage_map.num_ranks for place in range(simulation.num_ranks)}
     return figures(simulation.events(), Window(0, ahead, num_steps - 1), places)

@@ -1,10 +1,19 @@
 """The simulator: drives schedules on a virtual clock, as the engine drives them on a real one."""
 
-from ganglion.decide.simulator.defaults import with_default_limit, with_known_costs
-from ganglion.decide.simulator.disturbance import Disturbance
-from ganglion.decide.simulator.links import Network, Route, Transfer
-from ganglion.decide.simulator.on_cluster import PlanSimulation, simulate_plan
-from ganglion.decide.simulator.pipeline import Surroundings, simulate
+from ganglion.decide.simulator.on_cluster import (
+    PlanSimulation,
+    simulate_plan,
+    with_default_limit,
+    with_known_costs,
+)
+from ganglion.decide.simulator.options import (
+    Disturbance,
+    Network,
+    Route,
+    SimulationOptions,
+    Transfer,
+)
+from ganglion.decide.simulator.pipeline import simulate
 from ganglion.decide.simulator.result import Simulation
 from ganglion.decide.simulator.tensor_step import (
     TensorOverlap,
@@ -19,7 +28,7 @@ __all__ = [
     "PlanSimulation",
     "Route",
     "Simulation",
-    "Surroundings",
+    "SimulationOptions",
     "TensorOverlap",
     "TensorStep",
     "Transfer",

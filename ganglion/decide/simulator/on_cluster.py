@@ -1,49 +1,74 @@
-"""A plan on a cluster: which ranks are simulated, and which wires their messages take.
+"""A plan on a cluster: which ranks are simulated, and which links their messages take.
 
-Ranks of a node that leave it at the same moment share its adapter. Those that are simulated share
-it by themselves (one port a node); where a rank stands for others (replicas that nothing tells
-apart, the ranks of a tensor group), its messages count for theirs too.
+Ranks of a node that send to other nodes at the same time share its adapter: one port per node. A
+simulated rank may stand for others (replicas that are all alike, the ranks of a tensor group); then
+its messages count for theirs too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ganglion.decide.costs import Cluster, Ring, StageTimes, link_between, rings_along
+from ganglion.decide.costs import (
+    Cluster,
+    Ring,
+    StageTimes,
+    injection_limit,
+    link_between,
+    rings_along,
+)
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import (
     BUILT_IN,
     Registry,
     ScheduleOptions,
+    canonical_schedule,
     planned_options,
     planned_schedule,
     planned_stage_map,
 )
-from ganglion.decide.simulator.defaults import with_known_costs
-from ganglion.decide.simulator.disturbance import Disturbance
-from ganglion.decide.simulator.links import Route, Transfer
-from ganglion.decide.simulator.pipeline import Surroundings, num_simulated, simulate
+from ganglion.decide.simulator.options import Disturbance, Route, SimulationOptions, Transfer
+from ganglion.decide.simulator.pipeline import num_simulated, simulate
 from ganglion.decide.simulator.result import Simulation
 from ganglion.decide.topology import Coordinates
 
 
+def with_default_limit(
+    name: str,
+    options: ScheduleOptions,
+    times: Sequence[StageTimes],
+    num_microbatches: int,
+) -> ScheduleOptions:
+    """Return the options with the limit that links and jitter need, if message_driven has none."""
+    if canonical_schedule(name, "schedule") != "message_driven" or options.limit is not None:
+        return options
+    return replace(options, limit=injection_limit(times, num_microbatches))
+
+
+def with_known_costs(plan: Plan, times: Sequence[StageTimes]) -> Plan:
+    """Return the plan with the limit that the costs of its stages need, unless it was chosen."""
+    if canonical_schedule(plan.schedule) != "message_driven" or plan.limit:
+        return plan
+    return replace(plan, limit=injection_limit(times, plan.num_microbatches))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSimulation:
-    """A simulation of a plan, with the ranks it is about."""
+    """A simulation of a plan."""
 
     simulation: Simulation
     plan: Plan
     options: ScheduleOptions
 
-    def global_rank(self, place: int) -> int:
-        """Return the rank of the plan that a simulated rank is, or stands for."""
-        return global_rank(self.plan, place)
+    def global_rank(self, sim_rank: int) -> int:
+        """Return the rank of the plan that a simulated rank is."""
+        return global_rank(self.plan, sim_rank)
 
 
-def global_rank(plan: Plan, place: int) -> int:
-    """Return the rank at a pipe coordinate of a replica, first of its tensor group."""
-    replica, pipe = divmod(place, plan.pipe)
+def global_rank(plan: Plan, sim_rank: int) -> int:
+    """Return the rank of the plan that a simulated rank is: the first of its tensor group."""
+    replica, pipe = divmod(sim_rank, plan.pipe)
     return plan.mesh().rank(Coordinates(data=replica, pipe=pipe))
 
 
@@ -59,7 +84,7 @@ def simulate_plan(
 ) -> PlanSimulation:
     """Run some steps of a plan on a cluster; `times` has one entry for each pipe coordinate.
 
-    A limit that the plan leaves open is what these times ask for.
+    A limit that the plan leaves open is derived from these times.
     """
     plan = with_known_costs(plan, times)
     stage_map = planned_stage_map(plan, schedules)
@@ -73,14 +98,16 @@ def simulate_plan(
         lambda rank: planned_schedule(plan, rank, schedules),
         chunk_times,
         [plan.num_microbatches] * num_steps,
-        Surroundings(num_replicas=plan.data, network=network, disturbances=disturbances, seed=seed),
+        SimulationOptions(
+            num_replicas=plan.data, network=network, disturbances=disturbances, seed=seed
+        ),
     )
     options = planned_options(plan, schedules)
     return PlanSimulation(simulation=simulation, plan=plan, options=options)
 
 
 class ClusterNetwork:
-    """The wires of a cluster as the simulated ranks of a plan use them."""
+    """The links of a cluster as the simulated ranks of a plan use them."""
 
     def __init__(
         self,
@@ -102,15 +129,15 @@ class ClusterNetwork:
         self._fixed = cluster.stages is not None and cluster.stages.reduce_s is not None
 
     def route(self, source: int, target: int) -> Route:
-        """Return the way of a message between two simulated ranks."""
+        """Return the route of a message between two simulated ranks."""
         if (source, target) not in self._routes:
             self._routes[source, target] = self._find_route(source, target)
         return self._routes[source, target]
 
     def reduction(self, stage: int) -> tuple[Transfer, ...]:
-        """Return what the all-reduce of a stage moves: a flow on each adapter, or one of its own.
+        """Return what the all-reduce of a stage moves on each adapter, or on a link of its own.
 
-        Nothing if the cluster file gives the time, or there is one replica only.
+        Nothing if the cluster file gives the time, or there is only one replica.
         """
         pipe = self._stage_map.rank_of(stage)
         group = self._mesh.group_of(global_rank(self._plan, pipe), ("data",))
@@ -126,7 +153,7 @@ class ClusterNetwork:
         )
 
     def _find_route(self, source: int, target: int) -> Route:
-        sender, receiver = (global_rank(self._plan, place) for place in (source, target))
+        sender, receiver = (global_rank(self._plan, sim_rank) for sim_rank in (source, target))
         link = link_between(self._cluster, sender, receiver)
         node = self._cluster.node_of(sender)
         if not link.shared or node == self._cluster.node_of(receiver):
@@ -135,7 +162,7 @@ class ClusterNetwork:
         return Route(("adapter", node), link.bytes_per_s, link.latency_s, alike)
 
     def _num_alike(self, node: int, pipe: int, target_pipe: int) -> float:
-        """Return how many ranks of a node each simulated one stands for on its way out."""
+        """Return how many ranks of a node each simulated one stands for when it sends."""
         leaving = simulated = 0
         for rank in range(self._mesh.num_ranks):
             at = self._mesh.coordinates(rank)
@@ -150,7 +177,7 @@ class ClusterNetwork:
     def _ring_ports(
         self, stage: int, group: Sequence[int], ring: Ring
     ) -> list[tuple[Hashable, float, float]]:
-        """Return the ports of a ring, their rates and how many rings it stands for there."""
+        """Return the ports of a ring, with their rates and the number of rings that share them."""
         nodes = sorted({self._cluster.node_of(rank) for rank in group})
         link = self._cluster.inter
         if len(nodes) == 1 or link is None or not link.shared or link.collective_gbps is not None:

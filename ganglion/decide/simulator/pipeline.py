@@ -1,12 +1,12 @@
 """Pipelines on a virtual clock: the second driver of the schedules, beside the engine.
 
-One heap holds what will happen: the end of an action, the arrival of a message, the end of a
-transfer on a shared link. After each, the rank it happened on is asked for what it starts now.
+One heap holds future events: the end of an action, the arrival of a message, the end of a transfer
+on a shared link. After each event its rank is asked what it starts now.
 
     pop (time, rank, event) -> on_finish / on_arrival -> next(), next(), ... -> push their ends
 
-Several replicas of the pipeline meet in their reductions. Where nothing tells them apart (no
-jitter, no disturbance) one of them stands for all.
+Replicas of the pipeline meet in their reductions. Without jitter and disturbances they are all
+alike, and only one is simulated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import itemgetter
 
 from ganglion.decide.costs import StageTimes
@@ -31,8 +30,7 @@ from ganglion.decide.schedules.pipeline import (
     Message,
     Schedule,
 )
-from ganglion.decide.simulator.disturbance import Disturbance, end_of
-from ganglion.decide.simulator.links import Network
+from ganglion.decide.simulator.options import Disturbance, SimulationOptions, end_of
 from ganglion.decide.simulator.result import MessageRow, Simulation, StepRow
 from ganglion.decide.simulator.wires import LinkEnd, Wires
 from ganglion.errors import LayoutError, ProtocolError
@@ -40,34 +38,24 @@ from ganglion.errors import LayoutError, ProtocolError
 MakeSchedule = Callable[[int], Schedule]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What lies around the pipelines: replicas, wires and troubles."""
-
-    num_replicas: int = 1
-    network: Network | None = None
-    disturbances: tuple[Disturbance, ...] = ()
-    seed: int = 0
-
-
 def simulate(
     make: MakeSchedule,
     times: Sequence[StageTimes],
     batches: Sequence[int],
-    around: Surroundings | None = None,
+    options: SimulationOptions | None = None,
 ) -> Simulation:
     """Run one schedule per rank over some batches and return what happened.
 
-    `make(rank)` gives the schedule of a rank of the pipeline, `times` those of each stage. Raises
-    ProtocolError, naming who waits, if the schedules come to a halt before they are done.
+    `make(rank)` returns the schedule of a rank of the pipeline; `times` has one entry per stage.
+    Raise ProtocolError, naming the stages that wait, if the schedules halt before they are done.
     """
     if not times:
         raise LayoutError("a pipeline of 0 stages has nothing to do; use 1 or more")
-    around = around or Surroundings()
-    num_replicas = num_simulated(times, around.num_replicas, around.disturbances)
+    options = options or SimulationOptions()
+    num_replicas = num_simulated(times, options.num_replicas, options.disturbances)
     schedules = _opened(make, times, batches, num_replicas)
     with _collector_resting():
-        rows, messages = _Driver(schedules, times, around).run()
+        rows, messages = _Driver(schedules, times, options).run()
     return Simulation(
         stage_map=schedules[0].stage_map,
         batches=tuple(batches),
@@ -80,14 +68,14 @@ def simulate(
 def num_simulated(
     times: Sequence[StageTimes], num_replicas: int, disturbances: Sequence[Disturbance]
 ) -> int:
-    """Return how many replicas are simulated: one, if nothing tells them apart."""
+    """Return how many replicas to simulate: one, if all are alike."""
     alike = not disturbances and not any(stage.jitter for stage in times)
     return 1 if alike else num_replicas
 
 
 @contextmanager
 def _collector_resting() -> Iterator[None]:
-    """Keep the garbage collector from searching rows that are all in use; it costs a fifth."""
+    """Disable the garbage collector: searching rows that are all in use costs a fifth."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -100,7 +88,7 @@ def _collector_resting() -> Iterator[None]:
 def _opened(
     make: MakeSchedule, times: Sequence[StageTimes], batches: Sequence[int], num_replicas: int
 ) -> list[Schedule]:
-    """Make the schedules of all replicas and let all batches enter."""
+    """Return the schedules of all replicas, with all batches admitted."""
     stage_map = make(0).stage_map
     if len(times) != stage_map.num_stages:
         raise LayoutError(
@@ -115,117 +103,117 @@ def _opened(
     return schedules
 
 
-# When a message came, whether it is a gradient, and the message: of two that came in one moment the
-# activation counts as first, as a scan over (activation, gradient) finds it first.
+# When a message arrived, whether it is a gradient, and the message: of two that arrive at the same
+# time the activation comes first, as in a scan over (activation, gradient).
 _Arrival = tuple[float, bool, Message]
 _arrival = itemgetter(0, 1)
 
 
 class _Driver:
-    """The state of one simulation; `place` counts the simulated ranks, replica by replica."""
+    """The state of one simulation; a `sim_rank` counts simulated ranks, replica by replica."""
 
     def __init__(
-        self, schedules: list[Schedule], times: Sequence[StageTimes], around: Surroundings
+        self, schedules: list[Schedule], times: Sequence[StageTimes], options: SimulationOptions
     ) -> None:
         self._schedules = schedules
         stage_map = schedules[0].stage_map
         self._num_ranks, self._num_stages = stage_map.num_ranks, stage_map.num_stages
         self._num_replicas = len(schedules) // self._num_ranks
-        self._noise = random.Random(around.seed)
+        self._noise = random.Random(options.seed)
         self._jitter = [stage.jitter for stage in times]
         self._base_s = _base_times(times, schedules[0].splits_backward)
-        self._disturbed = _by_place(around.disturbances, len(schedules))
-        self._is_steady = not any(self._jitter) and not around.disturbances
+        self._disturbed = _by_sim_rank(options.disturbances, len(schedules))
+        self._is_steady = not any(self._jitter) and not options.disturbances
         self._computing = [False] * len(schedules)
         self._inbox: list[list[_Arrival]] = [[] for _ in schedules]
         self._heap: list[tuple[float, int, int, StepRow | Message | LinkEnd]] = []
         self._num_pushed = 0
         self._rows: list[StepRow] = []
         self._messages: list[MessageRow] = []
-        self._wires = Wires(times, around.network, self._num_replicas, self._push, self._messages)
+        self._wires = Wires(times, options.network, self._num_replicas, self._push, self._messages)
         self._rank_of = [stage_map.rank_of(stage) for stage in range(self._num_stages)]
 
     def run(self) -> tuple[list[StepRow], list[MessageRow]]:
         heap, pop, start_all = self._heap, heapq.heappop, self._start_all
         computing, inbox, schedules = self._computing, self._inbox, self._schedules
-        for place in range(len(schedules)):
-            start_all(place, 0.0)
+        for sim_rank in range(len(schedules)):
+            start_all(sim_rank, 0.0)
         while heap:
-            now_s, _, place, event = pop(heap)
+            now_s, _, sim_rank, event = pop(heap)
             if type(event) is Message:
-                if computing[place]:
-                    inbox[place].append((now_s, event.kind != FORWARD, event))
+                if computing[sim_rank]:
+                    inbox[sim_rank].append((now_s, event.kind != FORWARD, event))
                     continue
-                schedules[place].on_arrival(event)
+                schedules[sim_rank].on_arrival(event)
             elif type(event) is LinkEnd:
                 self._wires.on_link_end(now_s, event)
                 continue
             else:
-                self._finish(place, event)  # type: ignore[arg-type]
-            start_all(place, now_s)
+                self._finish(sim_rank, event)  # type: ignore[arg-type]
+            start_all(sim_rank, now_s)
         self._check_done()
         return self._rows, self._messages
 
     def _check_done(self) -> None:
-        stuck = [place for place, schedule in enumerate(self._schedules) if not schedule.done]
+        stuck = [sim_rank for sim_rank, schedule in enumerate(self._schedules) if not schedule.done]
         if stuck:
-            raise ProtocolError(f"stages {stuck} wait for messages that nobody will send")
+            raise ProtocolError(f"stages {stuck} wait for messages that will never be sent")
 
-    def _start_all(self, place: int, now_s: float) -> None:
-        schedule = self._schedules[place]
-        if self._inbox[place]:
-            self._read_inbox(place, schedule)
+    def _start_all(self, sim_rank: int, now_s: float) -> None:
+        schedule = self._schedules[sim_rank]
+        if self._inbox[sim_rank]:
+            self._read_inbox(sim_rank, schedule)
         while (action := schedule.next()) is not None:
             if action.kind == REDUCE:
-                self._wires.reduce(now_s, place, action)
+                self._wires.reduce(now_s, sim_rank, action)
                 continue
             version = action.index
             if action.lane == COMPUTE:
-                self._computing[place] = True
+                self._computing[sim_rank] = True
                 version = schedule.version_of(version)
             if self._is_steady:
                 end_s = now_s + self._base_s[action.stage][action.kind]
             else:
-                end_s = self._end_s(place, action, now_s)
-            self._push(end_s, place, (action, now_s, end_s, version, place))
+                end_s = self._end_s(sim_rank, action, now_s)
+            self._push(end_s, sim_rank, (action, now_s, end_s, version, sim_rank))
 
-    def _read_inbox(self, place: int, schedule: Schedule) -> None:
-        """Hand over what came; a rank that computes reads its mail when it is through."""
-        inbox = self._inbox[place]
+    def _read_inbox(self, sim_rank: int, schedule: Schedule) -> None:
+        """Deliver the messages that arrived while the rank computed."""
+        inbox = self._inbox[sim_rank]
         if len(inbox) > 1:
             inbox.sort(key=_arrival)
         for _, _, message in inbox:
             schedule.on_arrival(message)
         inbox.clear()
 
-    def _finish(self, place: int, row: StepRow) -> None:
+    def _finish(self, sim_rank: int, row: StepRow) -> None:
         self._rows.append(row)
         action, _, end_s, version, _ = row
-        self._schedules[place].on_finish(action)
+        self._schedules[sim_rank].on_finish(action)
         if action.lane != COMPUTE:
             return
-        self._computing[place] = False
+        self._computing[sim_rank] = False
         kind = action.kind
         if kind != WEIGHT:
             stage = action.stage + (1 if kind == FORWARD else -1)
             if 0 <= stage < self._num_stages:
-                target = place - place % self._num_ranks + self._rank_of[stage]
+                target = sim_rank - sim_rank % self._num_ranks + self._rank_of[stage]
                 message = Message(kind, stage, action.index, version)
-                self._wires.send(end_s, message, action.stage, place, target)
+                self._wires.send(end_s, message, action.stage, sim_rank, target)
 
-    def _push(self, time_s: float, place: int, event: StepRow | Message | LinkEnd) -> None:
-        # The running number decides between events of one moment, so that runs are repeatable.
-        heapq.heappush(self._heap, (time_s, self._num_pushed, place, event))
+    def _push(self, time_s: float, sim_rank: int, event: StepRow | Message | LinkEnd) -> None:
+        # The running number orders events of the same time, so that runs are repeatable.
+        heapq.heappush(self._heap, (time_s, self._num_pushed, sim_rank, event))
         self._num_pushed += 1
 
-    def _end_s(self, place: int, action: Action, now_s: float) -> float:
+    def _end_s(self, sim_rank: int, action: Action, now_s: float) -> float:
         stage = action.stage
         work_s = self._base_s[stage][action.kind]
         if action.lane == COMPUTE:
             if self._jitter[stage]:
                 work_s *= self._noise.lognormvariate(0.0, self._jitter[stage])
-            if self._disturbed[place]:
-                return end_of(work_s, now_s, self._disturbed[place])
+            if self._disturbed[sim_rank]:
+                return end_of(work_s, now_s, self._disturbed[sim_rank])
         return now_s + work_s
 
 
@@ -241,13 +229,13 @@ def _base_times(times: Sequence[StageTimes], splits_backward: bool) -> list[dict
     ]
 
 
-def _by_place(disturbances: Sequence[Disturbance], num_places: int) -> list[list[Disturbance]]:
-    by_place: list[list[Disturbance]] = [[] for _ in range(num_places)]
+def _by_sim_rank(disturbances: Sequence[Disturbance], num_ranks: int) -> list[list[Disturbance]]:
+    by_rank: list[list[Disturbance]] = [[] for _ in range(num_ranks)]
     for disturbance in disturbances:
-        if not 0 <= disturbance.rank < num_places:
+        if not 0 <= disturbance.rank < num_ranks:
             raise LayoutError(
                 f"a disturbance was asked for rank {disturbance.rank}, but ranks go from 0 to "
-                f"{num_places - 1}"
+                f"{num_ranks - 1}"
             )
-        by_place[disturbance.rank].append(disturbance)
-    return by_place
+        by_rank[disturbance.rank].append(disturbance)
+    return by_rank

@@ -1,6 +1,6 @@
-"""What a simulation found: rows of plain numbers, and views of them made on demand.
+"""The result of a simulation: rows of plain numbers; steps, events and figures are made on demand.
 
-The hot loop appends tuples only; steps, events and figures are made from them afterwards.
+The hot loop only appends tuples.
 """
 
 from __future__ import annotations
@@ -34,24 +34,18 @@ _KINDS = {
 }
 
 
-# An action that was run: action, start, end, version, and the place it ran at (the simulated ranks,
-# counted replica by replica).
+# A `sim_rank` counts the simulated ranks, replica by replica.
+# An action: action, start, end, version, sim_rank.
 StepRow = tuple[Action, float, float, int, int]
-# A message: what was sent, its bytes, from which place to which, and when it was handed over, had
-# left and had arrived.
+# A message: message, bytes, sim_rank of source and target, start, end of sending, arrival.
 MessageRow = tuple[Message, int, int, int, float, float, float]
-
 
 GlobalRank = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What happened, in order of the ends.
-
-    `num_replicas` pipelines were simulated one by one; where all replicas are alike, one stands
-    for all of them.
-    """
+    """What happened, in order of the ends; `num_replicas` is 1 where all replicas are alike."""
 
     stage_map: StageMap
     batches: tuple[int, ...]
@@ -72,31 +66,31 @@ class Simulation:
     def steps(self, replica: int = 0) -> list[Step]:
         """Return the actions of one replica, in order of their ends."""
         first = replica * self.stage_map.num_ranks
-        places = range(first, first + self.stage_map.num_ranks)
+        sim_ranks = range(first, first + self.stage_map.num_ranks)
         return [
             Step(action, start_s, end_s, version)
-            for action, start_s, end_s, version, place in self.rows
-            if place in places
+            for action, start_s, end_s, version, sim_rank in self.rows
+            if sim_rank in sim_ranks
         ]
 
     def order(self, rank: int) -> list[Action]:
-        """Return the computations of a rank of the first replica in the order they were started."""
+        """Return the computations of a rank of the first replica, in order of their starts."""
         mine = [row for row in self.rows if row[4] == rank and row[0].lane == COMPUTE]
         return [row[0] for row in sorted(mine, key=lambda row: row[1])]
 
     def bubble(self) -> float:
         """Return 1 - work / cost, where cost is the longest span of computation of any rank.
 
-        The definition of 2401.10241 (table 5): spans run from a rank's first start to its last
-        end, so the fill of the pipeline in front of a rank does not count.
+        Spans run from a rank's first start to its last end (2401.10241, table 5), so the time in
+        which the pipeline fills up to a rank does not count.
         """
         first_s, last_s = [float("inf")] * self.num_ranks, [0.0] * self.num_ranks
         work_s = [0.0] * self.num_ranks
-        for action, start_s, end_s, _, place in self.rows:
+        for action, start_s, end_s, _, sim_rank in self.rows:
             if action.lane == COMPUTE:
-                first_s[place] = min(first_s[place], start_s)
-                last_s[place] = max(last_s[place], end_s)
-                work_s[place] += end_s - start_s
+                first_s[sim_rank] = min(first_s[sim_rank], start_s)
+                last_s[sim_rank] = max(last_s[sim_rank], end_s)
+                work_s[sim_rank] += end_s - start_s
         cost_s = max(last - first for first, last in zip(first_s, last_s, strict=True))
         return 1 - max(work_s) / cost_s if cost_s else 0.0
 
@@ -105,12 +99,12 @@ class Simulation:
         return max(versions_kept(self.steps()).values())
 
     def peak_live(self) -> list[int]:
-        """Return the most live stages x microbatches each rank of the first replica ever had."""
+        """Return the peak of live stages x microbatches of each rank of the first replica."""
         return peak_live(self.stage_map, self.steps())
 
-    def events(self, global_rank: GlobalRank = lambda place: place) -> list[Event]:
-        """Return the trace a real run would have written, sorted by start."""
-        ranks = [global_rank(place) for place in range(self.num_ranks)]
+    def events(self, global_rank: GlobalRank = lambda sim_rank: sim_rank) -> list[Event]:
+        """Return the trace that a real run would have written, sorted by start."""
+        ranks = [global_rank(sim_rank) for sim_rank in range(self.num_ranks)]
         steps = [step for step, size in enumerate(self.batches) for _ in range(size)]
         events = [_step_event(row, ranks, steps) for row in self.rows]
         for flow, row in enumerate(self.messages):
@@ -123,10 +117,10 @@ _by_start = attrgetter("start_s", "end_s", "rank")
 
 
 def _step_event(row: StepRow, ranks: list[int], steps: list[int]) -> Event:
-    action, start_s, end_s, version, place = row
+    action, start_s, end_s, version, sim_rank = row
     computes = action.lane == COMPUTE
     return Event(
-        rank=ranks[place],
+        rank=ranks[sim_rank],
         lane=action.lane,
         kind=_KINDS[action.kind],
         start_s=start_s,

@@ -1,25 +1,78 @@
-"""What travels between ranks in a simulation: messages, and the reductions of the replicas.
+"""Messages and reductions on their way between simulated ranks.
 
-A message over a wire of its own arrives after the latency. Over a port that others use too, it
-shares the bandwidth (`links.SharedLink`), and so do reductions: a reduction begins when the last
-replica has come and ends for all of them when its last transfer is through.
+A message on a link of its own arrives after the latency. On a port that others use too, it shares
+the bandwidth, and so do reductions: a reduction begins when the last replica has joined and ends
+for all of them when its last transfer has ended.
+
+Sharing is exact: with n transfers on a link of rate c, each moves c / n bytes a second. A virtual
+clock counts the bytes that one transfer could have moved so far, so one that enters at virtual time
+v with b bytes leaves at v + b, no matter which others join or leave in between:
+
+    transfers    a ======------======          = full rate, - half the rate
+                       b ------
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import Action, Message
-from ganglion.decide.simulator.links import Network, Route, SharedLink
+from ganglion.decide.simulator.options import Network, Route
 from ganglion.decide.simulator.result import MessageRow
+
+Payload = TypeVar("Payload")
+
+
+class SharedLink(Generic[Payload]):
+    """The transfers on one port."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        """Begin idle."""
+        self._rate = bytes_per_s
+        self._virtual = 0.0
+        self._since_s = 0.0
+        self._num_added = 0
+        self._num_sharing = 0.0
+        self._flows: list[tuple[float, int, float, Payload]] = []
+        self.generation = 0  # counts changes: an end predicted before a change is void
+
+    def add(self, now_s: float, num_bytes: float, payload: Payload, num_alike: float = 1.0) -> None:
+        """Start a transfer that counts as `num_alike`."""
+        self._advance(now_s)
+        end = self._virtual + num_bytes
+        heapq.heappush(self._flows, (end, self._num_added, num_alike, payload))
+        self._num_added += 1
+        self._num_sharing += num_alike
+
+    def pop(self, now_s: float) -> Payload:
+        """Remove and return the transfer that ends first, at the time predicted."""
+        self._advance(now_s)
+        virtual, _, num_alike, payload = heapq.heappop(self._flows)
+        self._virtual = max(self._virtual, virtual)  # rounding must not make it end early
+        self._num_sharing = self._num_sharing - num_alike if self._flows else 0.0
+        return payload
+
+    def next_end_s(self) -> float | None:
+        """Return when the next transfer ends if nothing changes, or None if there is none."""
+        if not self._flows:
+            return None
+        left = max(0.0, self._flows[0][0] - self._virtual)
+        return self._since_s + left * self._num_sharing / self._rate
+
+    def _advance(self, now_s: float) -> None:
+        if self._flows:
+            self._virtual += (now_s - self._since_s) * self._rate / self._num_sharing
+        self._since_s = now_s
+        self.generation += 1
 
 
 class LinkEnd(NamedTuple):
-    """The foretold end of the next transfer on a port; void if the port has changed since."""
+    """The predicted end of the next transfer on a port; void if the port has changed since."""
 
     port: Hashable
     generation: int
@@ -27,7 +80,7 @@ class LinkEnd(NamedTuple):
 
 @dataclass(slots=True)
 class _Reduction:
-    """The members that have come, and the transfers that are still under way."""
+    """The simulated ranks that have joined, and the transfers that are still under way."""
 
     action: Action
     members: list[tuple[int, float]] = field(default_factory=list)
@@ -50,7 +103,7 @@ Push = Callable[[float, int, Any], None]
 
 
 class Wires:
-    """Moves messages and reductions; what arrives is pushed into the driver's future."""
+    """Moves messages and reductions; each arrival is an event pushed to the driver."""
 
     def __init__(
         self,
@@ -72,8 +125,8 @@ class Wires:
         self._reductions: dict[Action, _Reduction] = {}
 
     def send(self, now_s: float, message: Message, stage: int, source: int, target: int) -> None:
-        """Hand over a message of `stage`, which ran at `source`."""
-        # A boundary is the same forward and backward: the output of the stage before crosses it.
+        """Send a message of `stage`, which ran at `source`."""
+        # Forward and backward cross the same boundary: the output of the stage before.
         hop = min(stage, message.stage)
         num_bytes = self._num_bytes[hop]
         if self._network is None or source == target:
@@ -88,10 +141,10 @@ class Wires:
         else:
             self._enter(now_s, route, num_bytes, posted)
 
-    def reduce(self, now_s: float, place: int, action: Action) -> None:
-        """Let one replica join the reduction of its stage; it begins when all have come."""
+    def reduce(self, now_s: float, sim_rank: int, action: Action) -> None:
+        """Add one replica to the reduction of its stage, which begins when all have joined."""
         reduction = self._reductions.setdefault(action, _Reduction(action))
-        reduction.members.append((place, now_s))
+        reduction.members.append((sim_rank, now_s))
         if len(reduction.members) < self._num_replicas:
             return
         transfers = self._network.reduction(action.stage) if self._network else ()
@@ -102,43 +155,33 @@ class Wires:
             self._end_reduction(now_s + self._times[action.stage].reduce_s, reduction)
 
     def on_link_end(self, now_s: float, end: LinkEnd) -> None:
-        """Take the transfer that ended from its port, unless the port has changed since."""
+        """End the next transfer of a port, unless the port has changed since the prediction."""
         link = self._links[end.port]
         if link.generation != end.generation:
             return
         done = link.pop(now_s)
-        self._foretell(end.port, link)
+        self._predict_end(end.port, link)
         if isinstance(done, _Posted):
             self._arrive(now_s, done)
             return
         done.num_transfers -= 1
         if done.num_transfers == 0:
-            self._end_reduction(now_s + self._reduction_latency_s(done.action.stage), done)
+            assert self._network is not None, "only a network has transfers"
+            transfers = self._network.reduction(done.action.stage)
+            latency_s = max(transfer.route.latency_s for transfer in transfers)
+            self._end_reduction(now_s + latency_s, done)
 
     def _arrive(self, sent_s: float, posted: _Posted) -> None:
         arrival_s = sent_s + posted.latency_s
-        self._messages.append(
-            (
-                posted.message,
-                posted.num_bytes,
-                posted.source,
-                posted.target,
-                posted.start_s,
-                sent_s,
-                arrival_s,
-            )
-        )
+        way = (posted.num_bytes, posted.source, posted.target)
+        self._messages.append((posted.message, *way, posted.start_s, sent_s, arrival_s))
         self._push(arrival_s, posted.target, posted.message)
 
     def _end_reduction(self, end_s: float, reduction: _Reduction) -> None:
         action = reduction.action
         del self._reductions[action]
-        for place, start_s in reduction.members:
-            self._push(end_s, place, (action, start_s, end_s, action.index, place))
-
-    def _reduction_latency_s(self, stage: int) -> float:
-        assert self._network is not None, "only a network has transfers"
-        return max(t.route.latency_s for t in self._network.reduction(stage))
+        for sim_rank, start_s in reduction.members:
+            self._push(end_s, sim_rank, (action, start_s, end_s, action.index, sim_rank))
 
     def _enter(
         self, now_s: float, route: Route, num_bytes: float, payload: _Posted | _Reduction
@@ -147,9 +190,9 @@ class Wires:
             self._links[route.port] = SharedLink(route.bytes_per_s)
         link = self._links[route.port]
         link.add(now_s, num_bytes, payload, route.num_alike)
-        self._foretell(route.port, link)
+        self._predict_end(route.port, link)
 
-    def _foretell(self, port: Hashable, link: SharedLink[_Posted | _Reduction]) -> None:
+    def _predict_end(self, port: Hashable, link: SharedLink[_Posted | _Reduction]) -> None:
         end_s = link.next_end_s()
         if end_s is not None:
             self._push(end_s, -1, LinkEnd(port, link.generation))

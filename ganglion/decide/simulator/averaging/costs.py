@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ganglion.decide.simulator.disturbance import Disturbance, end_of
+from ganglion.decide.simulator.options import Disturbance, end_of
 from ganglion.errors import ConfigError
 
 TREE, RING, TWO_LEVEL = "tree", "ring", "two_level"

@@ -28,7 +28,7 @@ from ganglion.decide.plan import (
 from ganglion.decide.simulator.averaging.costs import RING, AveragingCosts, MessagePrice, jittered
 from ganglion.decide.simulator.averaging.result import AveragingSimulation
 from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
-from ganglion.decide.simulator.disturbance import Disturbance
+from ganglion.decide.simulator.options import Disturbance
 from ganglion.errors import ConfigError
 
 _NUM_ROUNDS = 20  # exchanges of each worker that are simulated
