@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ganglion import Plan, parallelize
 from ganglion.decide.shapes import GPTShape
 from ganglion.execute.comm import torch_world
-from ganglion.execute.measure.host_memory import keep_freed_memory
+from ganglion.execute.measure.memory import keep_freed_memory
 from ganglion.execute.models import GPT, cross_entropy
 
 MAX_GRAD_NORM = 1.0

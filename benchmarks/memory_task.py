@@ -27,10 +27,10 @@ from ganglion import Plan, parallelize
 from ganglion.cli.environment import usable_cores
 from ganglion.decide.shapes import GPTShape
 from ganglion.execute.comm import torch_world
-from ganglion.execute.measure.memory_watch import MemoryWatch
+from ganglion.execute.measure.memory import MemoryWatch
 from ganglion.execute.models import GPT, cross_entropy
 from ganglion.execute.offload import DiskTier
-from ganglion.execute.offload.tier import page_buffer
+from ganglion.execute.offload.tiers import page_buffer
 from ganglion.execute.train import Run
 from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.units import MIB

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ganglion import Plan, parallelize
 from ganglion.execute.comm import torch_world
-from ganglion.execute.measure.host_memory import keep_freed_memory
+from ganglion.execute.measure.memory import keep_freed_memory
 from ganglion.execute.models import cross_entropy
 
 NUM_RANKS = 2

@@ -26,7 +26,7 @@ from tensor_torch import Batch, Training
 
 from ganglion import Plan, parallelize
 from ganglion.execute.comm import torch_world
-from ganglion.execute.measure.host_memory import keep_freed_memory
+from ganglion.execute.measure.memory import keep_freed_memory
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.tensor import TensorSettings
 

@@ -198,7 +198,7 @@ def fail_on_rank_1(ranks: GlooRanks, folder: Path) -> None:
             def full(*args: object) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr("ganglion.execute.checkpoint.tensor_file.write_durably", full)
+            patch.setattr("ganglion.execute.checkpoint.storage.write_durably", full)
         with pytest.raises(CheckpointError, match=r"^rank 1: cannot write .*No space left"):
             save(folder, whole(), STATE, ranks, process_group=ranks.group, keep=2)
     assert latest_checkpoint(folder) == folder / "step-00000002"

@@ -20,7 +20,7 @@ from ganglion.execute.averaging.served.rules import Additive, Elastic, Rule
 from ganglion.execute.averaging.served.server import CenterServer
 from ganglion.execute.averaging.served.shards import ShardedCenter
 from ganglion.execute.comm import World, run_threads
-from ganglion.execute.measure.memory_watch import held_bytes
+from ganglion.execute.measure.memory import held_bytes
 from ganglion.execute.train.averaged import AveragingSettings
 from tests.support.training import SHAPES, Case, make_batches, make_run, share_of
 

@@ -29,7 +29,7 @@ from ganglion.decide.shapes import (
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.gradients import GradientBuckets, Reach
-from ganglion.execute.gradients.norm import SQUARED_AT_ONCE
+from ganglion.execute.gradients.buckets import SQUARED_AT_ONCE
 from ganglion.execute.models import build_model, cross_entropy, tensor_cuts
 from ganglion.execute.pipeline import Chain, Stage
 from ganglion.execute.tensor import (

@@ -20,8 +20,7 @@ from ganglion.decide.predict.measured_memory import counted_categories, write_me
 from ganglion.decide.schedules.buckets.updates import GRAIN
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import World, run_threads
-from ganglion.execute.measure.memory_watch import MemoryWatch, held_bytes
-from ganglion.execute.measure.saved_bytes import SavedBytes
+from ganglion.execute.measure.memory import MemoryWatch, SavedBytes, held_bytes
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.train import parallelize
 from ganglion.execute.update.offloaded import OffloadSettings

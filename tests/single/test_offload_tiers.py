@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from ganglion.errors import CommError, ConfigError, OffloadError
-from ganglion.execute.offload import DiskTier, HostTier, Region, Tier, open_tier
-from ganglion.execute.offload import disk as disk_module
-from ganglion.execute.offload.tier import PAGE_BYTES, page_buffer
+from ganglion.execute.offload import DiskTier, HostTier, Region, Tier, open_tier, tiers
+from ganglion.execute.offload.tiers import PAGE_BYTES, page_buffer
 from tests.support.offloading import (
     FACTORIES,
     Offloaded,
@@ -34,7 +33,7 @@ def make_tier(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tier:
     if kind == "host":
         return HostTier(CPU)
     if kind == "buffered":
-        monkeypatch.setattr(disk_module, "_open_direct", lambda path: None)
+        monkeypatch.setattr(tiers, "_open_direct", lambda path: None)
     return DiskTier(folder, CPU)
 
 

@@ -10,7 +10,7 @@ from ganglion.decide.config.schema import OptimizerSection
 from ganglion.decide.shapes import GPTShape
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import run_threads
-from ganglion.execute.measure.host_memory import keep_freed_memory, return_large_blocks
+from ganglion.execute.measure.memory import keep_freed_memory, return_large_blocks
 from ganglion.execute.measure.peak import count_flops, machine_peak
 from ganglion.execute.models import GPT, cross_entropy, named_blocks, named_parameters
 from ganglion.execute.update.learning_rate import warmup_cosine

@@ -21,7 +21,6 @@ from ganglion.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ganglion.execute.checkpoint.differences import Difference, Told, compare_folders, formula
-    from ganglion.execute.checkpoint.gathering import gather_whole
     from ganglion.execute.checkpoint.optimizer import (
         changed_settings,
         check_state_shapes,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
         optimizer_tensors,
         prepare_optimizers,
     )
-    from ganglion.execute.checkpoint.pieces import Piece, Places, Saveable
+    from ganglion.execute.checkpoint.pieces import Piece, Places, Saveable, gather_whole
     from ganglion.execute.checkpoint.reading import load, load_exported, read_specs, read_state
     from ganglion.execute.checkpoint.storage import TensorSpec
     from ganglion.execute.checkpoint.writing import Ranks, save
@@ -83,7 +82,7 @@ _HOME = {
     "TensorSpec": "storage",
     "changed_settings": "optimizer",
     "check_state_shapes": "optimizer",
-    "gather_whole": "gathering",
+    "gather_whole": "pieces",
     "load": "reading",
     "load_exported": "reading",
     "optimizer_pieces": "optimizer",

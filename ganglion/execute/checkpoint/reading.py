@@ -12,8 +12,9 @@ from torch import Tensor
 from ganglion.errors import CheckpointError
 from ganglion.execute.checkpoint.collective import gather, load_shards
 from ganglion.execute.checkpoint.durable import explained
-from ganglion.execute.checkpoint.layout import EXPORT, STATE
-from ganglion.execute.checkpoint.manifest import (
+from ganglion.execute.checkpoint.layout import (
+    EXPORT,
+    STATE,
     check_content,
     check_size,
     read_manifest,

@@ -30,12 +30,11 @@ from ganglion.execute.checkpoint.layout import (
     incomplete,
     prune,
     publish,
+    write_manifest,
 )
-from ganglion.execute.checkpoint.manifest import write_manifest
 from ganglion.execute.checkpoint.pieces import Saveable
 from ganglion.execute.checkpoint.state import SavedState
-from ganglion.execute.checkpoint.storage import ShardWriter
-from ganglion.execute.checkpoint.tensor_file import write_tensors
+from ganglion.execute.checkpoint.storage import ShardWriter, write_tensors
 
 
 class Ranks(Protocol):

@@ -7,7 +7,9 @@ trained on the corpus; it works on Unicode, so bytes that are not UTF-8 become U
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ganglion.errors import DataError
-from ganglion.execute.data.partial import partial_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as InnerTokenizer
@@ -193,3 +194,13 @@ def _pieces(text: bytes) -> Iterator[str]:
         stop = newline + 1 if newline >= 0 else limit
         yield whole[start:stop]
         start = stop
+
+
+@contextmanager
+def partial_file(folder: Path) -> Iterator[Path]:
+    """Give an unused hidden name in `folder`; what was not renamed is removed at the end."""
+    path = folder / f".partial-{uuid.uuid4().hex}"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

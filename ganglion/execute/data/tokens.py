@@ -24,11 +24,11 @@ import numpy.typing as npt
 
 from ganglion.errors import DataError
 from ganglion.execute.data.corpus import find_files, read_documents, source_root
-from ganglion.execute.data.partial import partial_file
 from ganglion.execute.data.tokenizers import (
     BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
+    partial_file,
     tokenizer_from_json,
 )
 

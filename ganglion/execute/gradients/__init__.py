@@ -1,7 +1,13 @@
 """Gradients of replicas: flat buckets, reduced while backward runs, and their global norm."""
 
-from ganglion.execute.gradients.buckets import GradientBuckets, Reach
-from ganglion.execute.gradients.norm import clip_by_norm, clip_factor, global_norm, sum_of_squares
+from ganglion.execute.gradients.buckets import (
+    GradientBuckets,
+    Reach,
+    clip_by_norm,
+    clip_factor,
+    global_norm,
+    sum_of_squares,
+)
 from ganglion.execute.gradients.reducer import GradientReducer
 
 __all__ = [

@@ -1,10 +1,10 @@
-"""The flat memory of gradients, in one or more sets, and the sum of a set over one group.
+"""Flat buffers of gradients, in one or more sets; their sums over groups, and their norm.
 
-A gradient is a view into its bucket's buffer, so accumulation and reduction share one piece of
-memory and nothing is copied. One set is selected: backward adds to it. With two sets, a pipeline
-that never flushes goes on with the next step while the last one is reduced:
+A gradient is a view into its bucket's buffer, so accumulation and reduction share one memory and
+nothing is copied. One set is selected: backward adds to it. With two sets, a pipeline that never
+flushes goes on with the next step while the last one is reduced:
 
-    set 0   | bucket 0 | bucket 1 |    started: the all-reduces run, nobody touches it
+    set 0   | bucket 0 | bucket 1 |    started: the all-reduces run, it must not be touched
     set 1   | bucket 0 | bucket 1 |    selected: every p.grad is a view into this one
 """
 
@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ganglion.decide.schedules.buckets import Bucket, plan_buckets
 from ganglion.errors import ConfigError
 from ganglion.execute.comm import Group, Handle, empty_for
-from ganglion.execute.gradients.norm import sum_of_squares
 from ganglion.trace import COMM, Recorder
+
+SQUARED_AT_ONCE = 2**16  # elements: 1 MiB of doubles, whatever the size of a buffer
 
 
 class Reach(NamedTuple):
@@ -237,3 +239,40 @@ def _plan_kind(
         Bucket(tuple(members[i] for i in bucket.members), bucket.offsets, bucket.num_elements)
         for bucket in buckets
     ]
+
+
+def sum_of_squares(tensor: Tensor) -> float:
+    """Return the sum over all elements in double precision, part by part.
+
+    The parts depend on nothing but the tensor, so the same gradients have the same sum anywhere.
+    """
+    flat = tensor.reshape(-1)
+    starts = range(0, max(1, flat.numel()), SQUARED_AT_ONCE)
+    sums = [flat[start : start + SQUARED_AT_ONCE].double().square().sum() for start in starts]
+    return float(torch.stack(sums).sum())
+
+
+def global_norm(buffers: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm over all elements of all buffers, as a scalar of at least fp32."""
+    if not buffers:
+        return torch.zeros(())
+    wide = max((buffer.dtype for buffer in buffers), key=lambda dtype: dtype.itemsize)
+    dtype = wide if wide.itemsize >= 4 else torch.float32
+    norms = [torch.linalg.vector_norm(buffer, dtype=dtype) for buffer in buffers]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """Return what brings gradients of this norm down to `max_norm`; None if they are smaller."""
+    # Same rule as torch.nn.utils.clip_grad_norm_, so that a run can be compared with a plain loop.
+    factor = max_norm / (norm + 1e-6)
+    return factor if bool(factor < 1) else None
+
+
+def clip_by_norm(buffers: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most `max_norm`; smaller ones stay untouched."""
+    factor = clip_factor(norm, max_norm)
+    if factor is not None:
+        for buffer in buffers:
+            buffer.mul_(factor)

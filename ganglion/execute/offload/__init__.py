@@ -3,12 +3,9 @@
 from ganglion.execute.offload.activation_tiers import open_activation_tier
 from ganglion.execute.offload.activations import MIN_BYTES, ActivationOffload, Hooks, Trip
 from ganglion.execute.offload.conveyor import Conveyor, Freight
-from ganglion.execute.offload.disk import DiskTier
 from ganglion.execute.offload.freight import OptimizerFreight
-from ganglion.execute.offload.host import HostTier
-from ganglion.execute.offload.opening import open_tier
 from ganglion.execute.offload.store import Member, Slot, StateStore
-from ganglion.execute.offload.tier import Region, Tier
+from ganglion.execute.offload.tiers import DiskTier, HostTier, Region, Tier, open_tier
 from ganglion.execute.offload.weights import MASTER, MasterWeights, ResidentWeights, Weights
 
 __all__ = [

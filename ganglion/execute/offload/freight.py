@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ganglion.decide.schedules.buckets import NUM_SLOTS, UpdateBucket, cut_update
-from ganglion.execute.offload.pieces import (
+from ganglion.execute.offload.sliced_optimizer import (
     Named,
     State,
     copied,

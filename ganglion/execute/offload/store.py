@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ganglion.decide.schedules.buckets import UpdateBucket, padded
-from ganglion.execute.offload.tier import Region, Tier, page_buffer
+from ganglion.execute.offload.tiers import Region, Tier, page_buffer
 
 
 class Member(NamedTuple):

@@ -1,15 +1,19 @@
-"""The disk tier: a scratch file of its own, moved by pread and pwrite past the page cache.
+"""Tiers: where optimizer state lives when it is not on the device, and regions of bytes on them.
 
-The file has no name once it is open, so a run that is killed leaves nothing behind. Its room is
-reserved when a region is: a full disk is an error before training, not in the middle of it.
+Threads move a region piece by piece, in whole pages; a checkpoint sees it as one tensor, which it
+saves and loads like any other. Both see the same bytes, but never at the same time: checkpoints are
+taken between updates.
 
-Moves use direct input and output where the file system has it: nothing stays in the page cache, so
-the memory of the machine tells the truth, and a copy is saved. Elsewhere the cache is asked to drop
-what was moved; pages that still wait to be written go one move later. (The resident memory of a
-process never counts the cache behind pread and pwrite; a cgroup does.)
+The host tier is memory of the machine, pinned for a GPU so that copies run beside it. For a model
+on the CPU it is the same memory: allowed, for tests and comparisons, but it frees nothing.
 
-`tensor()` maps the same file: its pages are counted as resident while they are in use, until
-`release`. The kernel keeps the two ways together, direct moves included.
+The disk tier is a scratch file, read and written past the page cache. The file is unlinked once it
+is open, so a killed run leaves nothing behind. Its space is reserved with the region: a full disk
+is an error before training, not in the middle of it. Moves use direct input and output where the
+file system has it, so nothing stays in the page cache and a copy is saved. Elsewhere the kernel is
+asked to drop what was moved; pages not yet written go one move later. (The resident memory of a
+process never counts the cache behind pread and pwrite; a cgroup does.) `tensor()` maps the same
+file: its pages count as resident until `release`. The kernel keeps both views consistent.
 """
 
 from __future__ import annotations
@@ -23,16 +27,121 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ganglion.errors import OffloadError
-from ganglion.execute.offload.tier import PAGE_BYTES, page_buffer
+from ganglion.errors import ConfigError, OffloadError
 from ganglion.units import MIB
 
 logger = logging.getLogger(__name__)
+PAGE_BYTES = 4096
+_HOST = torch.device("cpu")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Region(Protocol):
+    """Some bytes of a tier; starts and sizes of moves are multiples of a page."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it has."""
+
+    def read_into(self, start: int, out: Tensor) -> None:
+        """Fill a flat tensor of bytes from the region, beginning at byte `start`."""
+
+    def write_from(self, start: int, source: Tensor) -> None:
+        """Copy a flat tensor of bytes into the region, beginning at byte `start`."""
+
+    def tensor(self) -> Tensor:
+        """Return the whole as a flat tensor of bytes that the tier backs: no copy."""
+
+    def release(self) -> None:
+        """Give back the memory that using `tensor` took; what was written through it stays."""
+
+
+class Tier(Protocol):
+    """A place for regions."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes are reserved."""
+
+    def reserve(self, num_bytes: int) -> Region:
+        """Return a new region; raise OffloadError if there is no room for it."""
+
+    def describe(self) -> str:
+        """Say what and where it is, for the log."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def page_buffer(num_bytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
+    """Return a flat tensor of bytes that begins on a page, as direct input and output want it."""
+    if device.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    room = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    start = -room.data_ptr() % PAGE_BYTES
+    return room[start : start + num_bytes]
+
+
+class HostTier:
+    """Pinned memory if the device is a GPU, plain memory if it is not."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Hold nothing yet."""
+        self._pins = device.type == "cuda"
+        self._regions: list[HostRegion] = []
+        if device.type == "cpu":
+            logger.warning(
+                'memory.offload = "host" frees nothing here: the model computes on the CPU, in '
+                'the same memory; "disk" would free it'
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes are reserved."""
+        return sum(region.num_bytes for region in self._regions)
+
+    def reserve(self, num_bytes: int) -> HostRegion:
+        """Return a new region, zeros as in a new file."""
+        region = HostRegion(page_buffer(num_bytes, _HOST, pinned=self._pins).zero_())
+        self._regions.append(region)
+        return region
+
+    def describe(self) -> str:
+        """Say what it is."""
+        return "pinned host memory" if self._pins else "host memory"
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._regions.clear()
+
+
+class HostRegion:
+    """A flat tensor of bytes."""
+
+    def __init__(self, data: Tensor) -> None:
+        """Hold `data`."""
+        self._data = data
+        self.num_bytes = data.numel()
+
+    def read_into(self, start: int, out: Tensor) -> None:
+        """Copy to the device, on the stream of the caller."""
+        out.copy_(self._data[start : start + out.numel()], non_blocking=True)
+
+    def write_from(self, start: int, source: Tensor) -> None:
+        """Copy from the device, on the stream of the caller."""
+        self._data[start : start + source.numel()].copy_(source, non_blocking=True)
+
+    def tensor(self) -> Tensor:
+        """Return the memory itself."""
+        return self._data
+
+    def release(self) -> None:
+        """Do nothing: the memory is the tier."""
 
 
 class DiskTier:
@@ -193,3 +302,12 @@ def _free_bytes(folder: Path) -> int:
     except OSError:
         return 0
     return found.f_bavail * found.f_frsize
+
+
+def open_tier(name: str, folder: Path, device: torch.device) -> Tier:
+    """Return a new tier; its files go into `folder`, its moves to and from `device`."""
+    if name == "disk":
+        return DiskTier(folder, device)
+    if name == "host":
+        return HostTier(device)
+    raise ConfigError(f'memory.offload = {name!r} is no tier: choose "none", "host" or "disk"')
