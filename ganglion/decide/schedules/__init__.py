@@ -1,4 +1,7 @@
-"""What comes next: pure state machines that the engine and the simulator both drive."""
+"""State machines that decide the next action: pipelines, buckets, exchanges, the loss scale.
+
+The engine and the simulator both drive them. They know no clock, no tensors and no messages.
+"""
 
 from ganglion.decide.schedules.loss_scale import LossScale
 

@@ -1,14 +1,14 @@
-"""The loss scale of fp16: gradients of a larger loss, so that small ones do not vanish.
+"""The loss scale of fp16: a larger loss has larger gradients, so that small ones do not vanish.
 
-It is halved when a gradient overflowed and doubled after a while without. Every rank keeps its own
-copy: all hear the same verdicts in the same order, so no scale is ever sent.
+It is halved when a gradient overflowed and doubled after many batches without overflow. Every rank
+keeps its own copy: all see the same verdicts in the same order, so no scale is ever sent.
 
     batch        0    1    2    3    4              a pipeline that flushes: delay 0
     scale        s    s    s   s/2  s/2
     verdict     fine fine  bad fine                 batch 2 changes nothing but the scale
 
-In a pipeline that never flushes a batch is under way before the verdict on the last is known: the
-scale of batch b follows from verdicts up to b - 2 (delay 1).
+In a pipeline that never flushes, a batch begins before the verdict on the previous one is known:
+the scale of batch b follows from verdicts up to b - 2 (delay 1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATIENCE = 200  # fine batches before the scale is doubled
 
 
 class ScaleState(NamedTuple):
-    """What a checkpoint keeps: the scales of the next batches, and how many batches were fine."""
+    """The state in a checkpoint: the scales of the next batches, and the fine batches so far."""
 
     scales: tuple[float, ...]
     num_fine: int
@@ -52,12 +52,12 @@ class LossScale:
         self.restart(0)
 
     def scale_of(self, batch: int) -> float:
-        """Return what the loss of a batch is multiplied with."""
+        """Return the factor of the loss of a batch."""
         assert batch in self._scales, f"the scale of batch {batch} is not known yet, or forgotten"
         return self._scales[batch]
 
     def record(self, batch: int, is_fine: bool) -> None:
-        """Take the verdict on a batch, each in its turn: whether all gradients are finite."""
+        """Record whether all gradients of a batch are finite; call once per batch, in order."""
         used = self._scales.pop(batch)
         if is_fine:
             self._num_fine += 1
@@ -65,17 +65,17 @@ class LossScale:
                 self._newest = min(self._highest, 2 * self._newest)
                 self._num_fine = 0
         else:
-            # One that was under way when the scale fell says nothing about the new scale.
+            # A batch begun before the scale fell does not lower the new scale further.
             self._newest = max(self._lowest, min(self._newest, used / 2))
             self._num_fine = 0
         self._scales[batch + 1 + self._delay] = self._newest
 
     def state(self) -> ScaleState:
-        """Return what `restart` needs to go on."""
+        """Return the arguments from which `restart` continues."""
         return ScaleState(tuple(self._scales.values()), self._num_fine)
 
     def restart(self, batch: int, scales: Sequence[float] = (), num_fine: int = 0) -> None:
-        """Go on before `batch` with saved scales, the newest last; without any, begin anew."""
+        """Continue before `batch` with saved scales, the newest last; without any, begin anew."""
         known = list(scales) or [self._initial]
         missing = max(0, self._delay + 1 - len(known))
         upcoming = (known[:1] * missing + known)[-self._delay - 1 :]

@@ -28,14 +28,14 @@ from ganglion.decide.schedules.pipeline import (
     WEIGHT,
     Action,
     Message,
-    Schedule,
+    RankSchedule,
 )
 from ganglion.decide.simulator.options import Disturbance, SimulationOptions, end_of
 from ganglion.decide.simulator.result import MessageRow, Simulation, StepRow
 from ganglion.decide.simulator.wires import LinkEnd, Wires
 from ganglion.errors import LayoutError, ProtocolError
 
-MakeSchedule = Callable[[int], Schedule]
+MakeSchedule = Callable[[int], RankSchedule]
 
 
 def simulate(
@@ -87,7 +87,7 @@ def _collector_resting() -> Iterator[None]:
 
 def _opened(
     make: MakeSchedule, times: Sequence[StageTimes], batches: Sequence[int], num_replicas: int
-) -> list[Schedule]:
+) -> list[RankSchedule]:
     """Return the schedules of all replicas, with all batches admitted."""
     stage_map = make(0).stage_map
     if len(times) != stage_map.num_stages:
@@ -113,7 +113,7 @@ class _Driver:
     """The state of one simulation; a `sim_rank` counts simulated ranks, replica by replica."""
 
     def __init__(
-        self, schedules: list[Schedule], times: Sequence[StageTimes], options: SimulationOptions
+        self, schedules: list[RankSchedule], times: Sequence[StageTimes], options: SimulationOptions
     ) -> None:
         self._schedules = schedules
         stage_map = schedules[0].stage_map
@@ -177,7 +177,7 @@ class _Driver:
                 end_s = self._end_s(sim_rank, action, now_s)
             self._push(end_s, sim_rank, (action, now_s, end_s, version, sim_rank))
 
-    def _read_inbox(self, sim_rank: int, schedule: Schedule) -> None:
+    def _read_inbox(self, sim_rank: int, schedule: RankSchedule) -> None:
         """Deliver the messages that arrived while the rank computed."""
         inbox = self._inbox[sim_rank]
         if len(inbox) > 1:

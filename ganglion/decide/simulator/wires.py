@@ -32,7 +32,6 @@ class SharedLink(Generic[Payload]):
     """The transfers on one port."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        """Begin idle."""
         self._rate = bytes_per_s
         self._virtual = 0.0
         self._since_s = 0.0
@@ -113,7 +112,6 @@ class Wires:
         push: Push,
         messages: list[MessageRow],
     ) -> None:
-        """Begin with nothing under way."""
         self._times = times
         self._latency_s = [stage.latency_s for stage in times]
         self._num_bytes = [stage.message_bytes for stage in times]

@@ -52,14 +52,13 @@ class GatherOrder:
     """Learns the order of uses, and tells what comes after each."""
 
     def __init__(self) -> None:
-        """Know no order yet."""
         self._after: dict[_Place, Use] = {}
         self._place: _Place | None = None
         self._num_uses = 0  # since weights changed
         self._num_expected = 0  # as many as between the last two changes
 
     def on_use(self, use: Use) -> int | None:
-        """Take note of a use; return the weight that will be used after it, if that is known."""
+        """Record a use; return the weight that will be used after it, if that is known."""
         before = None
         if self._place is not None:
             before = self._place.use
@@ -74,7 +73,7 @@ class GatherOrder:
         return following.weight
 
     def on_change(self) -> None:
-        """Take note that weights changed, and after how many uses."""
+        """Record that weights changed, and after how many uses."""
         if self._num_uses:
             self._num_expected = self._num_uses
         self._num_uses = 0

@@ -107,11 +107,11 @@ class BucketProgram:
         return None
 
     def on_finish(self, move: Move) -> None:
-        """Take note that a move is finished."""
+        """Record that a move is finished."""
         self._lanes[move.kind].finish(move)
 
     def on_reduced(self, chunk: int) -> None:
-        """Take note that a chunk of gradients holds its sums; chunks come in order."""
+        """Record that a chunk of gradients holds its sums; chunks come in order."""
         assert chunk == self._num_reduced, f"chunk {chunk} after {self._num_reduced} chunks"
         self._num_reduced += 1
 

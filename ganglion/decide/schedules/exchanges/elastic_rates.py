@@ -48,7 +48,6 @@ class ElasticRate:
     unsafe: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse none, two, or a number that is no rate."""
         given = self._given()
         if len(given) != 1:
             named = ", ".join(f"{name} = {value}" for name, value in given.items()) or "none"

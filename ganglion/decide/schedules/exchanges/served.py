@@ -55,7 +55,6 @@ class Event(NamedTuple):
     is_served: bool = True
 
     def __str__(self) -> str:
-        """Return the text that parse_order reads."""
         return f"{self.kind} {self.worker}" + ("" if self.is_served else " refused")
 
 

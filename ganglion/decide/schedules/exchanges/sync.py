@@ -108,7 +108,7 @@ class SyncExchange:
         return not against
 
     def on_step(self) -> None:
-        """Take note of a step of the optimizer."""
+        """Record a step of the optimizer."""
         late = [exchange.number for exchange in self.ending() if exchange.due < self.step]
         assert not late, f"exchanges {late} were due before step {self.step}"
         self.step += 1

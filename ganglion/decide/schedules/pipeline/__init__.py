@@ -1,4 +1,7 @@
-"""Pipeline schedules: which action a rank does next, and the laws that hold for all of them."""
+"""Pipeline schedules: which action a rank does next, and the laws that hold for all of them.
+
+Pure state machines: no clock, no costs, no tensors.
+"""
 
 from ganglion.decide.schedules.pipeline.action import (
     BACKWARD,
@@ -13,7 +16,6 @@ from ganglion.decide.schedules.pipeline.action import (
     action,
 )
 from ganglion.decide.schedules.pipeline.forward_only import ForwardOnly
-from ganglion.decide.schedules.pipeline.holding import Holding, planned_holding
 from ganglion.decide.schedules.pipeline.laws import (
     Step,
     check_rehearsal,
@@ -23,7 +25,9 @@ from ganglion.decide.schedules.pipeline.laws import (
 )
 from ganglion.decide.schedules.pipeline.listed import ListedSchedule
 from ganglion.decide.schedules.pipeline.planned import (
+    Holding,
     check_planned,
+    planned_holding,
     planned_options,
     planned_schedule,
     planned_stage_map,
@@ -40,7 +44,6 @@ from ganglion.decide.schedules.pipeline.registry import (
 from ganglion.decide.schedules.pipeline.schedule import (
     Follower,
     RankSchedule,
-    Schedule,
     StageMap,
     StageSchedule,
 )
@@ -63,7 +66,6 @@ __all__ = [
     "Order",
     "RankSchedule",
     "Registry",
-    "Schedule",
     "ScheduleOptions",
     "StageMap",
     "StageSchedule",

@@ -1,4 +1,4 @@
-"""Actions and messages: what a rank does next, and what it hears from others, as frozen data.
+"""Actions that a rank does, and messages that it receives, as frozen data.
 
 An action prints and parses back: `2F0` is stage 2, forward, microbatch 0.
 
@@ -46,9 +46,9 @@ _TEXT = re.compile(r"(\d+)(SF|SB|RF|RB|F|B|W|R|U)(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do: a kind, the stage it belongs to, and a microbatch or (R, U) a batch.
+    """One thing to do: a kind, its stage, and a microbatch or (R, U) a batch as `index`.
 
-    `lane` is what it occupies while it runs; lanes of one rank work side by side.
+    It occupies its `lane` while it runs; the lanes of a rank run concurrently.
     """
 
     kind: str
@@ -65,12 +65,12 @@ class Action:
 
 @lru_cache(maxsize=1 << 16)
 def action(kind: str, stage: int, index: int) -> Action:
-    """Return the one object for an action: equal actions are the same object while it is warm."""
+    """Return an action, cached: equal actions are mostly the same object."""
     return Action(kind, stage, index)
 
 
 def parse_action(text: str) -> Action:
-    """Read an action back from its text."""
+    """Return the action of a text such as "2F0"; raise ConfigError if it is none."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ConfigError(f"{text!r} is not an action; write stage, kind and number, such as 2F0")
@@ -90,6 +90,6 @@ class Message(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What the leader of a tensor group decided to start; its followers start the same."""
+    """The action that the leader of a tensor group started, and that its followers start too."""
 
     action: Action

@@ -1,8 +1,8 @@
-"""Forwards and nothing else: what evaluation and generation ask of a pipeline.
+"""A schedule of forwards only, for evaluation and generation.
 
 A state machine for one rank, driven like the training schedules. Of several stages of a rank the
-one further on goes first, so that results leave the pipeline as early as they can; the ranks of a
-tensor group, which must agree, take their stages in turns instead, whatever comes first.
+latest goes first, so that results leave the pipeline as early as possible; the ranks of a tensor
+group, which must agree, run their stages in a fixed order instead.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ganglion.decide.schedules.pipeline.schedule import StageMap
 
 
 class ForwardOnly:
-    """Takes the microbatches of a range through the stages of a rank."""
+    """Runs the microbatches of a range through the stages of a rank."""
 
     def __init__(
         self, rank: int, stage_map: StageMap, microbatches: range, *, in_turn: bool = False
     ) -> None:
-        """Begin with the inputs of the model's first stage, where it is here."""
+        """Begin with all inputs of the model's first stage, if this rank holds it."""
         self._turns = _turns(rank, stage_map, microbatches) if in_turn else None
         self._here = {stage: set[int]() for stage in reversed(stage_map.stages_of(rank))}
         self._microbatches = microbatches
@@ -34,7 +34,7 @@ class ForwardOnly:
         return self._num_left == 0
 
     def next(self) -> Action | None:
-        """Return a forward to start now, or None until something happens."""
+        """Return a forward to start now, or None: wait for an event."""
         if self._is_busy:
             return None
         if self._turns is not None:
@@ -56,18 +56,18 @@ class ForwardOnly:
         return chosen
 
     def on_arrival(self, message: Message) -> None:
-        """Take note of activations; those of a later run are none of this one's business."""
+        """Record an activation; ignore those of a later run."""
         if message.microbatch in self._microbatches:
             self._here[message.stage].add(message.microbatch)
 
     def on_finish(self, finished: Action) -> None:
-        """Take note of the end of a forward returned by `next`."""
+        """Record the end of a forward returned by `next`."""
         self._is_busy = False
         self._num_left -= 1
 
 
 def _turns(rank: int, stage_map: StageMap, microbatches: range) -> deque[Action]:
-    """List all forwards of a rank: some microbatches through each stage, then the next ones."""
+    """Return all forwards of a rank: a group of microbatches through each stage, then the next."""
     stages, size = sorted(stage_map.stages_of(rank)), stage_map.num_ranks
     rounds = range(microbatches.start, microbatches.stop, size)
     return deque(

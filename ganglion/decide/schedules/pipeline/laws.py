@@ -1,12 +1,16 @@
-"""The laws that every schedule obeys, checked on what a driver recorded.
+"""The laws that every schedule obeys, checked on recorded steps, and a rehearsal that records them.
 
 1  each microbatch goes forward once and backward once on every stage (and W once, if split)
-2  inputs precede use: the stage before has sent, the stage behind has answered
+2  inputs precede use: activations from the stage before, gradients from the stage behind
 3  forward and backward of a microbatch use the same version, and it exists by then
 4  live microbatches stay within the declared bound
 5  weight versions in use stay within the declared bound
 6  a batch is reduced after all its backwards, and updated after its reduction, in order
 7  everything admitted ends
+
+A rehearsal runs all ranks of a pipeline without clock and costs: every action takes one beat,
+messages none. It shows before any launch that a schedule neither waits for ever nor breaks a law,
+at least in that order of events.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from ganglion.errors import ConfigError, GanglionError
 
 
 class LawBroken(AssertionError):
-    """A schedule did what no schedule may do."""
+    """A schedule broke a law."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What was asked of the schedules, and what they declared, rank by rank."""
+    """The batches that schedules were given, and the bounds they declared, rank by rank."""
 
     stage_map: StageMap
     batches: tuple[int, ...]
@@ -67,7 +71,7 @@ class Case:
 
 
 def check_laws(case: Case, steps: Iterable[Step]) -> None:
-    """Raise LawBroken, naming the action, if what was run breaks a law."""
+    """Raise LawBroken, naming the action, if the steps break a law."""
     run: Run = {}
     for step in steps:
         _require(step.action not in run, f"{step.action} ran twice")
@@ -147,12 +151,12 @@ def _check_bounds(case: Case, run: Run) -> None:
         _require(kept <= limit, f"stage {stage}: {kept} versions kept > {limit}")
 
 
-# At one moment, what ends goes before what is made, and that before what begins.
+# At the same time, ends come before new versions, and those before starts.
 _ENDS, _MADE, _BEGINS = 0, 1, 2
 
 
 def versions_kept(steps: Iterable[Step]) -> dict[int, int]:
-    """Return by stage the most versions it kept: those of live microbatches, and the newest."""
+    """Return the most versions each stage kept: those of live microbatches, and the newest."""
     changes: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
     steps = list(steps)
     end = _last_kind(steps)
@@ -180,9 +184,9 @@ def _most_versions(changes: list[tuple[float, int, int]]) -> int:
 
 
 def peak_live(stage_map: StageMap, steps: Iterable[Step]) -> list[int]:
-    """Return the most live stages x microbatches each rank ever had.
+    """Return the peak of live stages x microbatches of each rank.
 
-    Live: from the start of the forward to the end of the backward, of its weight half if split.
+    Live: from the start of the forward to the end of the backward, or of W if it is split.
     """
     changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
     steps = list(steps)
@@ -216,7 +220,7 @@ def _require(holds: bool, message: str) -> None:
 def rehearse(
     make: Callable[[int], RankSchedule], num_ranks: int, batches: Sequence[int], name: str
 ) -> None:
-    """Refuse a schedule that breaks a law or fails; `name` is what the user calls it."""
+    """Raise ConfigError if a schedule breaks a law or fails; `name` is the user's name for it."""
     try:
         check_rehearsal(make, num_ranks, batches)
     except LawBroken as broken:
@@ -247,9 +251,9 @@ def check_rehearsal(
 
 
 def _run(schedules: Sequence[RankSchedule], most: int) -> list[Step]:
-    """Beat by beat: every rank starts what it can, then everything ends and messages arrive.
+    """Return the steps of all ranks; in a beat all start what they can, then everything ends.
 
-    More than `most` actions are more than there are: then something runs over and over.
+    Stop after `most` actions, which is more than there are: then some run over and over.
     """
     steps: list[Step] = []
     stage_map = schedules[0].stage_map
@@ -267,7 +271,7 @@ def _run(schedules: Sequence[RankSchedule], most: int) -> list[Step]:
 
 
 def _start(schedules: Sequence[RankSchedule]) -> list[tuple[int, Action, int]]:
-    """Return what every rank starts now, with the version that each computation uses."""
+    """Return (rank, action, version) of every action that starts now."""
     started = []
     for rank, schedule in enumerate(schedules):
         for _ in LANES:

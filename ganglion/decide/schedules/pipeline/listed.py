@@ -1,4 +1,4 @@
-"""Listed schedules: the order of a rank is written down beforehand, and its head is waited for.
+"""Listed schedules: the order of a rank is fixed beforehand; its head waits for its inputs.
 
 Every batch appends one list and ends with an update; the next batch begins with the new weights.
 For 3 stages and 4 microbatches, stage 0 first:
@@ -30,7 +30,7 @@ Entry = tuple[str, int, int]
 
 
 class ListedSchedule(RankSchedule):
-    """Runs a list of computations per batch."""
+    """Runs a fixed list of computations per batch."""
 
     def __init__(self, rank: int, stage_map: StageMap) -> None:
         """Schedule the stages that `stage_map` gives to `rank`."""
@@ -42,7 +42,7 @@ class ListedSchedule(RankSchedule):
         """Return the order of one batch."""
 
     def admit(self, num_microbatches: int) -> None:
-        """Let one more batch enter: append its list."""
+        """Let one more batch enter and append its list."""
         first = self._num_admitted
         super().admit(num_microbatches)
         self._order.extend(
@@ -51,7 +51,7 @@ class ListedSchedule(RankSchedule):
         )
 
     def begin(self, chosen: Action) -> None:
-        """Take note that an action starts now."""
+        """Record that an action starts now."""
         super().begin(chosen)
         if chosen.lane == COMPUTE:
             self._order.popleft()
@@ -75,7 +75,6 @@ class GPipe(ListedSchedule):
     """All forwards, then all backwards (1811.06965)."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
-        """Schedule `stage` of `num_stages`."""
         super().__init__(stage, StageMap(num_stages))
 
     def _list(self, num_microbatches: int) -> list[Entry]:
@@ -84,7 +83,7 @@ class GPipe(ListedSchedule):
 
     @property
     def live_bound(self) -> int | None:
-        """As many as the batch has."""
+        """None: the whole batch."""
         return None
 
 
@@ -92,7 +91,6 @@ class OneFOneB(ListedSchedule):
     """Warm up, then one forward and one backward in turn (2006.09503, section 3.2)."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
-        """Schedule `stage` of `num_stages`."""
         super().__init__(stage, StageMap(num_stages))
         self._num_behind = num_stages - stage
 
@@ -108,7 +106,11 @@ class OneFOneB(ListedSchedule):
 
 
 class Interleaved(ListedSchedule):
-    """1F1B over `chunks` stages a rank."""
+    """1F1B over `chunks` stages per rank.
+
+    Any number of microbatches: the list is made for full groups, and the microbatches that do not
+    exist are left out, which only removes dependencies: it can neither deadlock nor hold more.
+    """
 
     def __init__(self, rank: int, num_ranks: int, *, chunks: int = 2) -> None:
         """Schedule `rank` of `num_ranks`, each with `chunks` stages."""
@@ -134,12 +136,12 @@ class Interleaved(ListedSchedule):
 
     @property
     def live_bound(self) -> int | None:
-        """Those of the warm-up, in chunks."""
+        """The forwards before the first backward."""
         return self._num_ahead
 
 
 def _one_in_turn(forwards: list[Entry], backwards: list[Entry], num_ahead: int) -> list[Entry]:
-    """Return `num_ahead` forwards, then a backward and a forward in turn, then what is left."""
+    """Return `num_ahead` forwards, then a backward and a forward in turn, then the rest."""
     order = forwards[:num_ahead]
     for ahead, behind in zip(forwards[num_ahead:], backwards, strict=False):
         order += (behind, ahead)

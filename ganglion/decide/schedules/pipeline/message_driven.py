@@ -1,9 +1,9 @@
 """Message-driven schedules: run what has arrived, within a limit on what is in flight.
 
-No order is written down. AxoNN (IPDPS 22) injects up to `limit` microbatches into the first stage
-and lets every stage run whatever came. PipeDream-2BW (2006.09503) caps each stage by its place and
-never flushes: a batch uses weights that are one update old, so the pipeline stays full while the
-newest weights are made.
+There is no fixed order. AxoNN (IPDPS 22) injects up to `limit` microbatches into the first stage,
+and every stage runs what arrives. PipeDream-2BW (2006.09503) caps each stage by its position and
+never flushes: a batch uses weights that are one update old, so the pipeline stays full during
+updates.
 
     2BW, version of a batch      batch    0  1  2  3  4
                                  version  0  0  1  2  3
@@ -33,24 +33,24 @@ class ReadyFirst(StageSchedule):
             raise ConfigError(f"priority {priority!r} is not one of {list(PRIORITIES)}")
         self._priority = priority
         self._num_arrived = 0
-        self._came: dict[tuple[str, int], int] = {}  # by arrival only: what came, and when
+        self._arrivals: dict[tuple[str, int], int] = {}  # (kind, microbatch) -> order of arrival
 
     @property
     @abstractmethod
     def _cap(self) -> int:
-        """How many microbatches may be live before no forward is started."""
+        """The most live microbatches; at that number no forward starts."""
 
     def on_arrival(self, message: Message) -> None:
-        """Take note of a message and of the order in which it came."""
+        """Record a message and its order of arrival."""
         super().on_arrival(message)
         if self._priority == ARRIVAL_ORDER:
-            self._came[message.kind, message.microbatch] = self._num_arrived
+            self._arrivals[message.kind, message.microbatch] = self._num_arrived
             self._num_arrived += 1
 
     def on_finish(self, finished: Action) -> None:
-        """Take note of the end of an action."""
+        """Record the end of an action."""
         super().on_finish(finished)
-        self._came.pop((finished.kind, finished.index), None)
+        self._arrivals.pop((finished.kind, finished.index), None)
 
     def _choose(self) -> Action | None:
         forward = self._ready_forward() if self.num_live < self._cap else None
@@ -63,9 +63,9 @@ class ReadyFirst(StageSchedule):
         return self._forward(forward)
 
     def _prefers(self, backward: int, forward: int) -> bool:
-        """Say whether the backward goes before the forward.
+        """Return whether the backward goes before the forward.
 
-        The last stage always goes back at once. By arrival, the first stage refills at once: its
+        On the last stage it always does. In arrival order the first stage refills at once: its
         forward follows the backward that made room, as in the released AxoNN.
         """
         if self.is_last:
@@ -74,14 +74,14 @@ class ReadyFirst(StageSchedule):
             return self._priority == BACKWARD_FIRST
         if self.is_first:
             return False
-        return self._came[BACKWARD, backward] < self._came[FORWARD, forward]
+        return self._arrivals[BACKWARD, backward] < self._arrivals[FORWARD, forward]
 
 
 class MessageDriven(ReadyFirst):
     """AxoNN: up to `limit` microbatches in one pipeline, flushed after every batch.
 
-    The paper's limit, the number of stages, idles as soon as messages take time; a higher one
-    hides latency and jitter for more live activations on every stage but the last.
+    With the paper's limit, the number of stages, ranks idle as soon as messages take time; a higher
+    one hides latency and jitter, but keeps more activations on every stage but the last.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MessageDriven(ReadyFirst):
         limit: int | None = None,
         priority: str = BACKWARD_FIRST,
     ) -> None:
-        """Schedule `stage` of `num_stages`; without a `limit`, as many as there are stages."""
+        """Schedule `stage` of `num_stages`; `limit` is `num_stages` unless given."""
         super().__init__(stage, num_stages, priority)
         self.limit = num_stages if limit is None else limit
         if self.limit < 1:
@@ -107,7 +107,7 @@ class MessageDriven(ReadyFirst):
 
     @property
     def live_bound(self) -> int | None:
-        """The limit, on every stage but the last, which goes back at once."""
+        """The limit; 1 on the last stage, which goes back at once."""
         return 1 if self.is_last else self.limit
 
     @property
@@ -119,22 +119,21 @@ class MessageDriven(ReadyFirst):
 class TwoBW(ReadyFirst):
     """PipeDream-2BW: never flushes, two weight versions, every batch one update behind.
 
-    `extra` raises the paper's cap of one microbatch for this stage and each stage behind it; it
-    absorbs jitter and is legal while a batch has at least `num_stages + extra` microbatches:
-    then all microbatches in flight belong to two neighbouring batches.
+    `extra` raises the paper's cap of one microbatch for this stage and each stage behind it, to
+    absorb jitter. A batch needs at least `num_stages + extra` microbatches, so that all those in
+    flight belong to two neighbouring batches.
     """
 
     flushes = False
 
     def __init__(self, stage: int, num_stages: int, *, extra: int = 0) -> None:
-        """Schedule `stage` of `num_stages` with the cap raised by `extra`."""
         super().__init__(stage, num_stages)
         if extra < 0:
             raise LayoutError(f"two_bw: a cap raised by {extra} is lower than its least; use 0")
         self.extra = extra
 
     def admit(self, num_microbatches: int) -> None:
-        """Let one more batch enter; it must be long enough for two versions to suffice."""
+        """Let one more batch enter; raise LayoutError if it is too short for two versions."""
         needed = self.num_stages + self.extra
         if num_microbatches < needed:
             raise LayoutError(

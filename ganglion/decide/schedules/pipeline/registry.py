@@ -1,13 +1,13 @@
-"""Schedules by name: from a word the user typed to the state machine of one rank.
+"""Schedules by name: from the name a user typed to the state machine of one rank.
 
 A registry never changes. `BUILT_IN` holds the schedules of this package; `register` returns a
-larger registry, which is handed to whoever shall know the new name:
+larger registry, to be passed on:
 
     mine = BUILT_IN.register("zigzag", Zigzag, aliases=("zz",))
     run = ganglion.parallelize(blocks, loss_fn, optimizer_factory, plan, schedules=mine)
 
-Every registry also understands "package.module:Zigzag", which is imported: the way to name a
-schedule of one's own in a run file, a plan or a command.
+Every registry also imports "package.module:Zigzag": so a run file, a plan or a command can name the
+user's own schedule.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "stash": ("pipedream",),
 }
 
-# A class, or a function: called with (rank, num_ranks) and those options that it names itself.
+# A class or a function, called with (rank, num_ranks) and those options that it has parameters for.
 Make = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """What some schedules can be told; a setting that a schedule does not know is refused."""
+    """Options that some schedules take; the others refuse them."""
 
     limit: int | None = None
     extra: int | None = None
@@ -60,9 +60,9 @@ def canonical_schedule(
     key: str = "parallel.schedule",
     known: Mapping[str, Sequence[str]] = SCHEDULES,
 ) -> str:
-    """Return the one name of a schedule; `key` names the user's setting in the error.
+    """Return the canonical name of a schedule; `key` names the user's setting in the error.
 
-    `known` has the aliases of every name. A reference to the user's own code is its own name.
+    `known` maps names to aliases. A reference to the user's own code is returned as it is.
     """
     if ":" in name:
         return name
@@ -78,16 +78,16 @@ def canonical_schedule(
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Schedules by name; it never changes, `register` returns a larger one."""
+    """Schedules by name, immutable: `register` returns a larger one."""
 
     makers: Mapping[str, Make]
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def register(self, name: str, make: Make, aliases: tuple[str, ...] = ()) -> Registry:
-        """Return a registry that knows one more schedule, made by `make(rank, num_ranks)`.
+        """Return a registry with one more schedule, made by `make(rank, num_ranks)`.
 
-        `make` gets those of the options limit, extra, chunks and priority that it has as
-        keyword-only parameters and that were chosen.
+        `make` also gets those of limit, extra, chunks and priority that were chosen, as keyword
+        arguments.
         """
         taken = {*self.makers, *(alias for known in self.aliases.values() for alias in known)}
         for word in (name, *aliases):
@@ -97,7 +97,7 @@ class Registry:
         return Registry({**self.makers, name: make}, {**self.aliases, name: aliases})
 
     def canonical(self, name: str, key: str = "parallel.schedule") -> str:
-        """Return the one name of a schedule; `key` names the user's setting in the error."""
+        """Return the canonical name of a schedule; `key` names the user's setting in the error."""
         known = {one: self.aliases.get(one, ()) for one in self.makers}
         return canonical_schedule(name, key, known)
 

@@ -1,16 +1,16 @@
-"""The contract of a schedule, and what all schedules share.
+"""The contract of a schedule, and the state that all schedules share.
 
 A schedule is a state machine for one rank. It takes events and returns actions; it knows no clock,
 moves no bytes and runs the same under the simulator and the engine:
 
     schedule.admit(8)                     a batch of 8 microbatches may enter
     while not schedule.done:
-        action = schedule.next()          something to start now, or None: wait
-        schedule.on_arrival(message)      an activation or a gradient came
-        schedule.on_finish(action)        something started earlier has ended
+        action = schedule.next()          an action to start now, or None: wait
+        schedule.on_arrival(message)      an activation or a gradient arrived
+        schedule.on_finish(action)        an action started earlier has ended
 
 Each lane runs one action at a time, so `next()` may be called while other lanes are busy, and
-finishes may come in any order. Microbatches are numbered from 0 through all batches.
+actions may end in any order. Microbatches are numbered from 0 through all batches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from ganglion.decide.schedules.pipeline.action import (
     BACKWARD,
@@ -78,65 +77,30 @@ class StageMap:
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
 
-class Schedule(Protocol):
-    """What a driver needs."""
-
-    @property
-    def stage_map(self) -> StageMap:
-        """Who holds which stage: where messages go."""
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether a backward leaves the weight gradients to an action W of their own."""
-
-    def admit(self, num_microbatches: int) -> None:
-        """Let one more batch enter."""
-
-    def stop_admitting(self) -> None:
-        """Say that no batch will follow: what is in flight may drain."""
-
-    def next(self) -> Action | None:
-        """Return an action to start now on its idle lane, or None until something happens."""
-
-    def on_arrival(self, message: Message) -> None:
-        """Take note of an activation or a gradient."""
-
-    def on_finish(self, finished: Action) -> None:
-        """Take note of the end of an action returned by `next`."""
-
-    def version_of(self, microbatch: int) -> int:
-        """Return the weights that forward and backward of a microbatch use."""
-
-    @property
-    def done(self) -> bool:
-        """Whether all admitted work has ended and none will follow."""
-
-
 class Chunk:
-    """What a rank knows about one of its stages."""
+    """The state of one stage of a rank."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
-        """Begin with nothing admitted and the first weights."""
         self.stage = stage
         self.is_first = stage == 0
         self.is_last = stage == num_stages - 1
-        self.inputs: set[int] = set()  # activations that came and were not used yet
-        self.gradients: deque[int] = deque()  # gradients that came, in order of arrival
-        self.halves: set[int] = set()  # microbatches that lack only their weight gradients
+        self.inputs: set[int] = set()  # microbatches whose activation arrived and is unused
+        self.gradients: deque[int] = deque()  # those whose gradient arrived, in order of arrival
+        self.halves: set[int] = set()  # those that lack only their weight gradients
         self.num_begun = 0  # forwards
         self.backwards_left: dict[int, int] = {}  # by batch
-        self.num_reducible = 0  # batches whose gradients are whole, and all before them too
-        self.num_reduced = 0  # batches whose gradients are summed over the replicas
+        self.num_reducible = 0  # batches with all backwards done, and all before them too
+        self.num_reduced = 0  # batches with gradients summed over the replicas
         self.version = 0
 
 
 class RankSchedule(ABC):
-    """Readiness, batches, versions and lanes of one rank; subclasses choose what to compute."""
+    """The state of one rank: batches, versions, lanes; subclasses choose the next computation."""
 
     splits_backward = False
-    # Whether all of a batch has ended before the next begins; if not, several are under way.
+    # Whether a batch ends before the next begins.
     flushes = True
-    # Whether a microbatch sees the weights of its batch, at whatever moment that batch enters.
+    # Whether the version of a microbatch depends on its batch only, not on when it enters.
     versions_by_batch = True
 
     def __init__(self, rank: int, stage_map: StageMap) -> None:
@@ -159,7 +123,7 @@ class RankSchedule(ABC):
 
     @abstractmethod
     def _choose(self) -> Action | None:
-        """Return the computation to start now, or None; it is ready by `_is_ready`."""
+        """Return a computation to start now, for which `_is_ready` holds, or None."""
 
     @abstractmethod
     def _version_of_batch(self, batch: int) -> int:
@@ -168,7 +132,7 @@ class RankSchedule(ABC):
     @property
     @abstractmethod
     def live_bound(self) -> int | None:
-        """The most stages x microbatches between forward and backward; None: all of a batch."""
+        """The most stages x microbatches between forward and backward; None: a whole batch."""
 
     @property
     @abstractmethod
@@ -184,7 +148,7 @@ class RankSchedule(ABC):
     # --- the contract ------------------------------------------------------------------------
 
     def begin_at(self, batch: int, microbatch: int) -> None:
-        """Count from these on, with weights that have seen as many updates: a resumed run."""
+        """Continue a run at this batch and microbatch; weights have seen `batch` updates."""
         assert not self._batch_of, "nothing has entered yet"
         self._num_batches, self._num_admitted = batch, microbatch
         for chunk in self._chunks.values():
@@ -192,7 +156,7 @@ class RankSchedule(ABC):
             chunk.num_begun = microbatch
 
     def admit(self, num_microbatches: int) -> None:
-        """Let one more batch enter."""
+        """Let one more batch of microbatches enter."""
         if num_microbatches < 1:
             raise LayoutError(f"a batch of {num_microbatches} microbatches is empty; use 1 or more")
         batch = self._num_batches
@@ -205,7 +169,7 @@ class RankSchedule(ABC):
         self._num_batches += 1
 
     def stop_admitting(self) -> None:
-        """Say that no batch will follow."""
+        """Admit no more batches."""
         self._admitting = False
 
     @property
@@ -236,7 +200,7 @@ class RankSchedule(ABC):
         return chosen
 
     def on_arrival(self, message: Message) -> None:
-        """Take note of an activation or a gradient."""
+        """Record an activation or a gradient."""
         chunk = self._chunks[message.stage]
         if message.kind == FORWARD:
             chunk.inputs.add(message.microbatch)
@@ -244,7 +208,7 @@ class RankSchedule(ABC):
             chunk.gradients.append(message.microbatch)
 
     def on_finish(self, finished: Action) -> None:
-        """Take note of the end of an action."""
+        """Record the end of an action."""
         self._busy.discard(finished.lane)
         kind, chunk = finished.kind, self._chunks[finished.stage]
         if kind == BACKWARD:
@@ -262,18 +226,18 @@ class RankSchedule(ABC):
         elif kind == UPDATE:
             self._end_update(chunk, finished.index)
 
-    # --- what a leader's follower needs ------------------------------------------------------
+    # --- what a follower needs ---------------------------------------------------------------
 
     def may_begin(self, wanted: Action) -> bool:
-        """Say whether an action decided elsewhere can start here and now."""
+        """Return whether an action chosen by the leader can start here now."""
         if wanted.lane in self._busy:
             return False
-        if wanted.lane == COMPUTE:  # the leader may be ahead: its batch may not have entered here
+        if wanted.lane == COMPUTE:  # the leader may be ahead, in a batch not admitted here yet
             return wanted.index in self._batch_of and self._is_ready(wanted)
         return wanted in (self._to_reduce if wanted.kind == REDUCE else self._to_update)
 
     def begin(self, chosen: Action) -> None:
-        """Take note that an action starts now."""
+        """Record that an action starts now."""
         self._busy.add(chosen.lane)
         kind, chunk = chosen.kind, self._chunks[chosen.stage]
         if kind == FORWARD:
@@ -289,10 +253,10 @@ class RankSchedule(ABC):
         else:
             self._to_update.remove(chosen)
 
-    # --- what choices are made of ------------------------------------------------------------
+    # --- inside ------------------------------------------------------------------------------
 
     def _is_ready(self, wanted: Action) -> bool:
-        """Say whether the inputs and the weights of a computation are here."""
+        """Return whether the inputs and the weights of a computation are here."""
         chunk, microbatch = self._chunks[wanted.stage], wanted.index
         if wanted.kind == BACKWARD:
             return microbatch in chunk.gradients
@@ -305,7 +269,7 @@ class RankSchedule(ABC):
         self.num_live -= 1
         batch = self._batch_of[microbatch]
         chunk.backwards_left[batch] -= 1
-        # One order on all replicas, whatever overtook what: reductions must match.
+        # Reduce in the order of batches, which all replicas share: reductions must match.
         while chunk.backwards_left.get(chunk.num_reducible) == 0:
             del chunk.backwards_left[chunk.num_reducible]
             self._to_reduce.append(action(REDUCE, chunk.stage, chunk.num_reducible))
@@ -325,10 +289,9 @@ class RankSchedule(ABC):
 
 
 class StageSchedule(RankSchedule):
-    """One stage a rank."""
+    """A schedule with one stage per rank."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
-        """Schedule `stage` of `num_stages`."""
         super().__init__(stage, StageMap(num_stages))
         self.stage = stage
         self.num_stages = num_stages
@@ -342,10 +305,7 @@ class StageSchedule(RankSchedule):
         return self._chunk.version
 
     def _ready_forward(self) -> int | None:
-        """Return the next microbatch to go forward, if its input and its weights are here.
-
-        Forwards run in the order of their numbers.
-        """
+        """Return the next microbatch to go forward, in order, if input and weights are here."""
         chunk = self._chunk
         microbatch = chunk.num_begun
         if microbatch >= self._num_admitted:

@@ -2,14 +2,14 @@
 
 A forward uses the newest weights of its stage and stashes them for its backward. With batches of
 one microbatch, as published (1806.03377), stage i of d keeps d - i versions and its weights are
-d - 1 - i updates old: staleness depends on the stage, which is what 2BW was made to mend.
+d - 1 - i updates old. Staleness depends on the stage, which 2BW was made to avoid.
 
     d = 3, batches of 1      microbatch       0  1  2  3  4
                              version, stage 0 0  0  0  1  2
                              version, stage 2 0  1  2  3  4
 
-Forwards and backwards take turns strictly, and a forward waits for the update of a batch that is
-back, so versions do not depend on timing.
+Forwards and backwards alternate strictly, and a forward waits for the update of every batch whose
+backwards have ended, so versions do not depend on timing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Stash(StageSchedule):
     versions_by_batch = False
 
     def __init__(self, stage: int, num_stages: int) -> None:
-        """Schedule `stage` of `num_stages`."""
         super().__init__(stage, num_stages)
         self._cap = num_stages - stage
         self._least_batch: int | None = None
@@ -37,13 +36,13 @@ class Stash(StageSchedule):
         self._least_batch = min(num_microbatches, self._least_batch or num_microbatches)
 
     def begin(self, chosen: Action) -> None:
-        """Take note that an action starts now; a forward stashes the weights it sees."""
+        """Record that an action starts now; a forward stashes its version."""
         super().begin(chosen)
         if chosen.kind == FORWARD:
             self._stashed[chosen.index] = self.version
 
     def on_finish(self, finished: Action) -> None:
-        """Take note of the end of an action; a batch that is updated needs no stash."""
+        """Record the end of an action; an update drops the stashes of its batch."""
         members = self._members.get(finished.index, range(0))
         super().on_finish(finished)
         if finished.kind == UPDATE:
@@ -63,8 +62,7 @@ class Stash(StageSchedule):
         return self._backward(oldest) if oldest in self._chunk.gradients else None
 
     def _is_ready(self, wanted: Action) -> bool:
-        # Every batch whose backwards have ended is updated, or a forward would be early.
-        settled = self.version == self._chunk.num_reducible
+        settled = self.version == self._chunk.num_reducible  # no update is outstanding
         return super()._is_ready(wanted) and (settled or wanted.kind != FORWARD)
 
     def _version_of_batch(self, batch: int) -> int:
@@ -77,10 +75,10 @@ class Stash(StageSchedule):
 
     @property
     def live_bound(self) -> int | None:
-        """One for this stage and each stage behind it."""
+        """One for this stage and for each stage behind it."""
         return self._cap
 
     @property
     def version_bound(self) -> int:
-        """As many as the live microbatches can have seen; one each with batches of one."""
+        """The versions that live microbatches can have seen; one each with batches of one."""
         return self.staleness + 1

@@ -1,16 +1,16 @@
-"""Zero bubble: a backward in two halves, and the half that nobody waits for fills the gaps.
+"""Zero bubble: a backward in two halves; the half that no other stage waits for fills the gaps.
 
-B makes the gradient of the inputs, which the stage before needs; W makes those of the weights,
-which only the update needs (2401.10241). ZB-H1 keeps 1F1B's order and memory and lets W lag behind
-B by the number of the stage, so the last stages do theirs when the pipeline drains:
+B computes the gradient of the inputs, which the stage before needs; W those of the weights, which
+only the update needs (2401.10241). ZB-H1 keeps 1F1B's order and memory and delays W behind B by the
+number of the stage, so the last stages run theirs while the pipeline drains:
 
     3 stages, 4 microbatches
     stage 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
     stage 2   F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
 ZB-V folds the model: rank r holds stages r and 2p - 1 - r, so the last stage sits beside the first
-and its gradients come back at once. With equal F, B and W no rank idles between its first forward
-and its last W, at the memory of 1F1B.
+and its gradients return at once. With equal F, B and W no rank idles between its first forward and
+its last W, at the memory of 1F1B.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from ganglion.decide.schedules.pipeline.schedule import StageMap
 
 
 class ZeroBubble(ListedSchedule):
-    """ZB-H1: one stage a rank, live microbatches (from F to W) as in 1F1B's first stage."""
+    """ZB-H1: one stage per rank; as many live microbatches (from F to W) as 1F1B's first stage."""
 
     splits_backward = True
 
     def __init__(self, stage: int, num_stages: int) -> None:
-        """Schedule `stage` of `num_stages`."""
         super().__init__(stage, StageMap(num_stages))
 
     def _list(self, num_microbatches: int) -> list[Entry]:
@@ -44,21 +43,20 @@ class ZeroBubble(ListedSchedule):
 
     @property
     def live_bound(self) -> int | None:
-        """As many as there are stages: what W lags behind on a late stage, it holds."""
+        """The number of stages: a late stage holds the microbatches whose W is delayed."""
         return self.stage_map.num_ranks
 
 
 class ZeroBubbleV(ListedSchedule):
-    """ZB-V: two stages a rank, the second half of the model folded back over the first.
+    """ZB-V: two stages per rank, the second half of the model folded back over the first.
 
-    The published list is made for at least 2p - 1 microbatches; of fewer, those that do not exist
-    are left out, which only removes dependencies.
+    The published list is for at least 2p - 1 microbatches; with fewer, those that do not exist are
+    left out, which only removes dependencies.
     """
 
     splits_backward = True
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        """Schedule `rank` of `num_ranks`."""
         super().__init__(rank, StageMap(num_ranks, 2, folded=True))
 
     def _list(self, num_microbatches: int) -> list[Entry]:
@@ -72,7 +70,7 @@ class ZeroBubbleV(ListedSchedule):
 
     @property
     def live_bound(self) -> int | None:
-        """Two for each rank: as much activation memory as 1F1B's first stage."""
+        """Two per rank: the activation memory of 1F1B's first stage."""
         return 2 * self.stage_map.num_ranks
 
 

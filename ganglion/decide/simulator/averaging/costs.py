@@ -62,7 +62,6 @@ class AveragingCosts:
     disturbances: tuple[Disturbance, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a reduction nobody knows."""
         if self.reduction not in REDUCTIONS:
             raise ConfigError(f"reduction = {self.reduction!r} is not one of {list(REDUCTIONS)}")
 

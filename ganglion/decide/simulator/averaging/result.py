@@ -81,7 +81,6 @@ class Books:
     """Where a simulation writes down events and seconds while it runs."""
 
     def __init__(self) -> None:
-        """Begin at nothing."""
         self.events: list[AveragingEvent] = []
         self.seconds = dict.fromkeys(BREAKDOWN, 0.0)
 

@@ -65,7 +65,6 @@ class RoundRobin:
     def __init__(
         self, costs: AveragingCosts, num_workers: int, is_packed: bool, overlaps: bool
     ) -> None:
-        """Begin at time 0."""
         self._costs, self._overlaps = costs, overlaps
         self._weights_s = costs.weights_s(is_packed)
         self._center = _Center(num_workers, ROUND_ROBIN)

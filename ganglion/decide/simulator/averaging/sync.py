@@ -33,7 +33,6 @@ class Synchronous:
         overlaps: bool,
         center_on_host: bool,
     ) -> None:
-        """Begin at time 0."""
         self._costs, self._overlaps = costs, overlaps
         self._is_elastic, self._on_host = is_elastic, center_on_host
         self._turns = SyncExchange(range(num_workers), tau=tau)
