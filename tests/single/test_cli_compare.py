@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from ganglion import Plan
+from ganglion.cli import summary
+from ganglion.cli.summary import print_comparison
 from ganglion.decide.costs import StageTimes
-from ganglion.decide.predict import compare as comparing
-from ganglion.decide.predict.compare import choose_window, compare, print_comparison, read_steps
+from ganglion.decide.predict.comparison import choose_window, compare, read_steps
 from ganglion.decide.predict.measured_times import measured_times
 from ganglion.decide.schedules.pipeline import planned_schedule, planned_stage_map
 from ganglion.decide.simulator import simulate
@@ -123,8 +124,8 @@ def test_the_figures_are_shown_and_written(tmp_path: Path) -> None:
 
 
 def test_a_difference_is_a_share_of_what_was_predicted() -> None:
-    assert comparing._times(0.3, 0.2) == ("300 ms", "200 ms", "+50.0%")
-    assert comparing._times(0.3, 0.0)[2] == "+0.0%"  # there is nothing to compare with
+    assert summary._times(0.3, 0.2) == ("300 ms", "200 ms", "+50.0%")
+    assert summary._times(0.3, 0.0)[2] == "+0.0%"  # there is nothing to compare with
 
 
 def test_why_nothing_is_compared_is_one_line(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_resumed_run_is_compared_by_itself(tmp_path: Path) -> None:
 def test_of_a_long_run_the_beginning_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparing, "MAX_STEPS", 4)
+    monkeypatch.setattr("ganglion.decide.predict.comparison.MAX_STEPS", 4)
     first, events = read_steps(write_run(tmp_path, run_of(PLAN, 30)))
     assert first == 0
     assert max(event.step for event in events) == 3 + 4

@@ -1,4 +1,4 @@
-"""The end of a training: what ranks held, beside what the memory model foretold.
+"""The memory of ranks as measured, beside the prediction of the memory model.
 
 Tensors are counted by category. The peak is that of the process above what it had before the model
 was made, so it has more in it than tensors: see docs/memory.md.
@@ -11,21 +11,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from ganglion.decide.config import MEMORY_FILE, RunFile
 from ganglion.decide.costs import CATEGORIES, Memory
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict.memory import MemoryOptions, predicted_memory
 from ganglion.decide.shapes import ModelShape
-from ganglion.units import MIB
 
 # The rest of a peak is known as a sum only.
 _NOT_COUNTED = ("communication", "scratch")
 _SAVED = ("activations", "recomputed")
 _FORETOLD = (*CATEGORIES, "lower_tier")
-_HEADINGS = {"gradients": "grads", "activations": "live", "recomputed": "again"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +66,10 @@ def write_memory(
     (folder / MEMORY_FILE).write_text(json.dumps(asdict(record), indent=2) + "\n", "utf-8")
 
 
-def print_memory(folder: Path, console: Console) -> None:
-    """Print the rank that needed most, measured and predicted; nothing if nobody measured."""
-    path = folder / MEMORY_FILE
-    if not path.exists():
-        return
-    record = json.loads(path.read_text(encoding="utf-8"))
-    peaks = [rank["measured_peak"] for rank in record["ranks"]]
-    worst = peaks.index(max(peaks))
-    console.print(_table(worst, RankMemory(**record["ranks"][worst])))
-    if record["keeps_freed"]:
-        console.print(
-            "the peak holds freed memory too, which the process keeps for the next microbatch",
-            soft_wrap=True,
-            highlight=False,
-        )
+def read_memory(folder: Path) -> MemoryRecord:
+    """Return what `write_memory` wrote into a run folder."""
+    record = json.loads((folder / MEMORY_FILE).read_text(encoding="utf-8"))
+    return MemoryRecord(**{**record, "ranks": [RankMemory(**rank) for rank in record["ranks"]]})
 
 
 def counted_categories(plan: Plan) -> list[str]:
@@ -111,22 +95,3 @@ def _predicted(file: RunFile, plan: Plan, shape: ModelShape | None) -> Sequence[
 
 def _by_category(memory: Memory, names: Sequence[str]) -> dict[str, int]:
     return {name: getattr(memory, name) for name in names}
-
-
-def _table(number: int, rank: RankMemory) -> Table:
-    """Return the categories that are there, what is none of them, and the peak, in MiB."""
-    predicted = rank.predicted or {}
-    names = [name for name, held in rank.measured.items() if held or predicted.get(name)]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(f"memory of rank {number}")
-    for name in [*(_HEADINGS.get(n, n) for n in names), "other", "peak MiB"]:
-        table.add_column(name, justify="right")
-    if rank.predicted is not None and rank.predicted_peak is not None:
-        table.add_row("predicted", *_cells(rank.predicted, rank.predicted_peak, names))
-    table.add_row("measured", *_cells(rank.measured, rank.measured_peak, names))
-    return table
-
-
-def _cells(held: dict[str, int], peak: int, names: Sequence[str]) -> list[str]:
-    known = [held[name] for name in names]
-    return [f"{size / MIB:.1f}" for size in [*known, peak - sum(known), peak]]

@@ -1,4 +1,4 @@
-"""The end of a pipeline's training: its steps as measured, beside the simulator's.
+"""The measured steps of a pipeline beside those of the simulator.
 
     steps      1  2  3 | 4  5  6  7 ...
     used for   costs   | measured step time and idle share, against a simulation with those costs
@@ -14,22 +14,18 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from rich.console import Console
-from rich.table import Table
-
-from ganglion.decide.config import PREDICTION_FILE, TRACE
+from ganglion.decide.config import TRACE
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict.measured_times import computing, measured_times
 from ganglion.decide.schedules.pipeline import StageMap, planned_schedule, planned_stage_map
 from ganglion.decide.simulator import SimulationOptions, simulate
-from ganglion.errors import DataError, GanglionError
+from ganglion.errors import DataError
 from ganglion.trace import NONE, UPDATE, Event, Interval, common, total_s
-from ganglion.units import format_time
 
 NUM_LEARNED = 3  # steps that the costs are taken from
 MIN_STEPS = 5
@@ -72,26 +68,8 @@ class Comparison:
     times: list[StageTimes]
 
 
-def print_comparison(folder: Path, plan: Plan, num_cores: int, console: Console) -> None:
-    """Print how a finished run compares with its prediction, or in one line why it does not."""
-    try:
-        found = compare(folder, plan, num_cores)
-    except GanglionError as error:
-        console.print(f"no prediction to compare with: {error}", soft_wrap=True, highlight=False)
-        return
-    (folder / PREDICTION_FILE).write_text(json.dumps(asdict(found), indent=2) + "\n")
-    console.print(_table(found))
-    if found.num_ranks > found.num_cores:
-        console.print(
-            f"{found.num_ranks} ranks on {found.num_cores} cores take turns, which the simulator "
-            f"does not know: expect a difference",
-            soft_wrap=True,
-            highlight=False,
-        )
-
-
 def compare(folder: Path, plan: Plan, num_cores: int) -> Comparison:
-    """Compare what the newest launch of a run did with what its first steps foretold."""
+    """Compare the newest launch of a run with a simulation fed with its first steps."""
     first, events = read_steps(folder)
     window = choose_window(events, first)
     stage_map = planned_stage_map(plan)
@@ -223,27 +201,3 @@ def _predicted(
     )
     places = {place: place % stage_map.num_ranks for place in range(simulation.num_ranks)}
     return figures(simulation.events(), Window(0, ahead, num_steps - 1), places)
-
-
-def _table(found: Comparison) -> Table:
-    measured, predicted = found.measured, found.predicted
-    table = Table(title=f"steps {found.first_step} to {found.last_step}, {found.schedule}")
-    for column in ("", "measured", "predicted", "difference"):
-        table.add_column(column, justify="right" if column else "left")
-    table.add_row("step", *_times(measured.step_s, predicted.step_s))
-    table.add_row("idle", *_shares(measured.bubble, predicted.bubble))
-    for place in range(len(measured.bubbles)):
-        name = f"pipe {place}"
-        table.add_row(f"{name} busy", *_times(measured.busy_s[place], predicted.busy_s[place]))
-        table.add_row(f"{name} idle", *_shares(measured.bubbles[place], predicted.bubbles[place]))
-    return table
-
-
-def _times(measured_s: float, predicted_s: float) -> tuple[str, str, str]:
-    share = (measured_s - predicted_s) / predicted_s if predicted_s else 0.0
-    return format_time(measured_s), format_time(predicted_s), f"{share:+.1%}"
-
-
-def _shares(measured: float, predicted: float) -> tuple[str, str, str]:
-    points = 100 * (measured - predicted)
-    return f"{measured:.1%}", f"{predicted:.1%}", f"{points:+.1f} points"
