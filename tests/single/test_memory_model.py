@@ -32,6 +32,7 @@ from ganglion.execute.gradients import GradientBuckets, Reach
 from ganglion.execute.gradients.buckets import SQUARED_AT_ONCE
 from ganglion.execute.models import build_model, cross_entropy, tensor_cuts
 from ganglion.execute.pipeline import Chain, Stage
+from ganglion.execute.pipeline.pipeline_executor import PipelineExecutor
 from ganglion.execute.tensor import (
     TensorSettings,
     Weights,
@@ -39,7 +40,6 @@ from ganglion.execute.tensor import (
     split_cross_entropy,
 )
 from ganglion.execute.train import Run
-from ganglion.execute.train.pipelined import PipelineExecutor
 from ganglion.execute.train.replica_executor import ReplicaExecutor
 from ganglion.execute.update.precision import WideLoss
 from ganglion.trace import Recorder

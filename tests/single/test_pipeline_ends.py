@@ -12,7 +12,7 @@ from ganglion.decide.schedules.pipeline import planned_schedule
 from ganglion.errors import PeerLost
 from ganglion.execute.comm import Arrival, Group, World, run_threads
 from ganglion.execute.pipeline import Engine
-from ganglion.execute.train.build_pipeline import _lag
+from ganglion.execute.pipeline.build import _lag
 from ganglion.trace import Recorder
 from tests.support.covering import cells
 from tests.support.pipelines import CASE, plan_for

@@ -21,7 +21,7 @@ from ganglion.errors import CommError, GanglionError, PeerLost, PipelineError, P
 from ganglion.execute.comm import Faults, World, run_threads
 from ganglion.execute.comm.local.transport import LocalTransport
 from ganglion.execute.models import cross_entropy
-from ganglion.execute.pipeline.ledger import Ledger
+from ganglion.execute.pipeline.engine.ledger import Ledger
 from tests.support.covering import cells
 from tests.support.pipelines import (
     CASE,

@@ -15,7 +15,7 @@ from ganglion.decide.schedules.pipeline.action import FORWARD, Message
 from ganglion.errors import ProtocolError
 from ganglion.execute.comm import Arrival, Header, World, run_threads
 from ganglion.execute.models import generate
-from ganglion.execute.pipeline.forward_only import ForwardOnlyInputs
+from ganglion.execute.pipeline.engine.ledger import ForwardOnlyInputs
 from tests.support.training import Case, make_batches, make_model, make_run, share_of
 
 CASE = Case(model="gpt", optimizer="sgd", num_steps=2)

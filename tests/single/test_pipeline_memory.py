@@ -19,9 +19,9 @@ from ganglion.decide.schedules.pipeline import planned_schedule
 from ganglion.decide.schedules.pipeline.action import Action
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.pipeline import Stage
+from ganglion.execute.pipeline.pipeline_executor import PipelineExecutor
 from ganglion.execute.train import Run
 from ganglion.execute.train.offloaded_activations import ActivationSettings
-from ganglion.execute.train.pipelined import PipelineExecutor
 from tests.support.serial import Batch
 from tests.support.training import OPTIMIZERS
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import ganglion.execute.train.build_pipeline as assembling
+import ganglion.execute.pipeline.build as assembling
 from ganglion import Plan
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import RankSchedule, planned_schedule

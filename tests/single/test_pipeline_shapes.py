@@ -13,7 +13,7 @@ from ganglion import Plan
 from ganglion.errors import DataError
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.models import cross_entropy
-from ganglion.execute.train.executor import Share
+from ganglion.execute.pipeline.executor import Share
 from tests.support.pipelines import FLUSHING, merged
 from tests.support.serial import (
     Batch,

@@ -21,7 +21,7 @@ from ganglion.execute.comm import World, run_threads
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.offload.activations import Hooks
 from ganglion.execute.pipeline import Chain, WidenedCall
-from ganglion.execute.train.pipelined import PipelineExecutor
+from ganglion.execute.pipeline.pipeline_executor import PipelineExecutor
 from ganglion.execute.update.precision import take_masters
 from tests.single.test_memory_model import allocated_peak
 from tests.support.covering import Values, cells

@@ -23,8 +23,8 @@ from ganglion.execute.comm import SoloGroup, World, run_threads
 from ganglion.execute.models import cross_entropy, named_parameters, tensor_cuts
 from ganglion.execute.models.hugging_face import build, hugging_face_blocks, hugging_face_names
 from ganglion.execute.models.tensor_cuts import hugging_face_cuts
+from ganglion.execute.pipeline.blocks import random_stream
 from ganglion.execute.tensor import apply_tensor_parallel
-from ganglion.execute.train import random_stream
 from tests.support.covering import cells
 from tests.support.hugging_face import Logits
 from tests.support.serial import (

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape
 from ganglion.errors import GanglionError
 from ganglion.execute.models import GPT, MLP, ConvNet
-from ganglion.execute.pipeline.weight_gradients import WeightStore, defer_weight_gradients
+from ganglion.execute.pipeline.blocks.weight_gradients import WeightStore, defer_weight_gradients
 
 NUM_MICROBATCHES = 4
 Order = Sequence[tuple[str, int]]

@@ -18,9 +18,10 @@ from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.decide.topology import Coordinates, Mesh, ModelCuts, Placement
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.models import named_buffers, named_parameters
+from ganglion.execute.pipeline.blocks import random_stream
+from ganglion.execute.pipeline.blocks.random_stream import RandomStream
 from ganglion.execute.tensor import WITHOUT_OVERLAP, TensorSettings
-from ganglion.execute.train import Run, random_stream
-from ganglion.execute.train.random_stream import RandomStream
+from ganglion.execute.train import Run
 from ganglion.execute.train.replica import autocast
 from tests.support.serial import (
     TOLERANCE,

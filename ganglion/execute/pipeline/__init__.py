@@ -1,25 +1,60 @@
-"""Pipeline: the message-driven engine and what its stages are made of."""
+"""Pipeline: the stages of a rank, the engine that drives their schedule, and their executor.
 
-from ganglion.execute.pipeline.agreement import Agreement
-from ganglion.execute.pipeline.chain import Call, Chain, LossFn, plain_call
-from ganglion.execute.pipeline.engine import Engine
-from ganglion.execute.pipeline.stage import Stage, StageSettings
-from ganglion.execute.pipeline.stage_actions import StageActions
-from ganglion.execute.pipeline.weight_gradients import Deferral, WeightStore, defer_weight_gradients
-from ganglion.execute.pipeline.widening import WidenedCall
+It also holds what plans without a pipeline share with it: chains of blocks, the executor contract,
+microbatches and the split over tensor axes. Averaging and run files do not enter.
+"""
+
+from ganglion.execute.pipeline.blocks import (
+    Call,
+    Chain,
+    LossFn,
+    RandomStream,
+    Stage,
+    StageSettings,
+    WeightStore,
+    WidenedCall,
+    defer_weight_gradients,
+    plain_call,
+)
+from ganglion.execute.pipeline.build import build_pipeline
+from ganglion.execute.pipeline.context import BuildContext, LocalModel
+from ganglion.execute.pipeline.engine import Agreement, Engine, StageActions
+from ganglion.execute.pipeline.executor import Batch, Executor, Share
+from ganglion.execute.pipeline.microbatches import cut_batch
+from ganglion.execute.pipeline.pipeline_executor import PipelineExecutor
+from ganglion.execute.pipeline.tensor_split import (
+    Splitting,
+    choose_kept,
+    make_blocks_real,
+    share_pieces,
+    split_blocks,
+)
 
 __all__ = [
     "Agreement",
+    "Batch",
+    "BuildContext",
     "Call",
     "Chain",
-    "Deferral",
     "Engine",
+    "Executor",
+    "LocalModel",
     "LossFn",
+    "PipelineExecutor",
+    "RandomStream",
+    "Share",
+    "Splitting",
     "Stage",
     "StageActions",
     "StageSettings",
     "WeightStore",
     "WidenedCall",
+    "build_pipeline",
+    "choose_kept",
+    "cut_batch",
     "defer_weight_gradients",
+    "make_blocks_real",
     "plain_call",
+    "share_pieces",
+    "split_blocks",
 ]

@@ -1,6 +1,8 @@
-"""Where the parts are joined: build, parallelize, step, loop."""
+"""Train: join the parts of a run, from blocks and a plan or from a run file, and loop over steps.
 
-from ganglion.execute.train.executor import StepResult
+Nothing else in the package imports it, except commands and what is public.
+"""
+
 from ganglion.execute.train.job import (
     Job,
     build_blocks,
@@ -16,6 +18,7 @@ from ganglion.execute.train.parallelize import parallelize
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.saved import with_saved_cut
 from ganglion.execute.train.servers import serve_centers, workers_of
+from ganglion.execute.update import StepResult
 
 __all__ = [
     "Job",

@@ -296,16 +296,6 @@ class Averaged:
         self._packed.scatter()
 
 
-@contextmanager
-def averaging_around(averaged: Averaged | None, lr: float) -> Iterator[None]:
-    """Take the force of an exchange before the step of an optimizer, and apply it after."""
-    if averaged is not None:
-        averaged.before_step(lr)
-    yield
-    if averaged is not None:
-        averaged.after_step(lr)
-
-
 def _holder(tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a module that has just these tensors."""
     holder = nn.Module()

@@ -24,7 +24,8 @@ from torch import Tensor
 from ganglion.decide.plan import Plan
 from ganglion.decide.topology import TENSOR_AXES
 from ganglion.execute.comm import Group, Handle, World
-from ganglion.execute.train.executor import Executor, Share, StepResult
+from ganglion.execute.pipeline import Executor, Share
+from ganglion.execute.update import StepResult
 
 _LOSS, _NORM, _STOP, _PEAK, _WAITS = range(5)
 _NUM = 5

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ganglion.execute.averaging.methods import ExchangeMetrics
-from ganglion.execute.train.executor import StepResult
 from ganglion.execute.train.job import Job, is_due
 from ganglion.execute.train.step_watch import StepWatch
+from ganglion.execute.update import StepResult
 from ganglion.trace import StepMetrics
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ganglion.decide.config import check_error_feedback, check_precision, verdict_delay
 from ganglion.decide.plan import FP16_MASTER, Plan
@@ -45,25 +46,28 @@ from ganglion.execute.models import (
     named_buffers,
     named_parameters,
 )
-from ganglion.execute.pipeline import WidenedCall, plain_call
+from ganglion.execute.pipeline import (
+    BuildContext,
+    LocalModel,
+    RandomStream,
+    Splitting,
+    WidenedCall,
+    build_pipeline,
+    choose_kept,
+    make_blocks_real,
+    plain_call,
+    share_pieces,
+    split_blocks,
+)
 from ganglion.execute.tensor import TensorSettings
-from ganglion.execute.train.averaged import AveragingSettings, all_are_made, average
-from ganglion.execute.train.build_pipeline import build_pipeline
+from ganglion.execute.train.averaged import Averaged, AveragingSettings, all_are_made, average
 from ganglion.execute.train.drifting import agreeing, drifting
 from ganglion.execute.train.offloaded_activations import ActivationSettings, offload_activations
-from ganglion.execute.train.parts import BuildContext, LocalModel, RunParts
-from ganglion.execute.train.random_stream import RandomStream
+from ganglion.execute.train.parts import RunParts
 from ganglion.execute.train.replica import Replica, autocast
 from ganglion.execute.train.replica_executor import ReplicaExecutor
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.servers import store_of, workers_of
-from ganglion.execute.train.tensor_split import (
-    Splitting,
-    choose_kept,
-    make_blocks_real,
-    share_pieces,
-    split_blocks,
-)
 from ganglion.execute.update import (
     GradientPolicy,
     LrFactor,
@@ -119,24 +123,28 @@ def parallelize(
     launch = read_launch(os.environ)
     world = _meet(launch, plan, timeout_s) if world is None else world
     device = pick_device(launch.local_rank) if device is None else device
+    placed = _placed(named_blocks(blocks), device, initial)
+    recorder = _recorder(world, recorder)
+    averages = _Averages(
+        plan, world, _reachable(averaging or AveragingSettings(), launch, plan, timeout_s)
+    )
     context = BuildContext(
-        blocks=_placed(named_blocks(blocks), device, initial),
+        blocks=placed,
         loss_fn=loss_fn,
         optimizer_factory=optimizer_factory,
         plan=plan,
         schedules=schedules,
         world=world,
         device=device,
-        recorder=_recorder(world, recorder),
+        recorder=recorder,
         stream=_stream(seed, world, plan),
         autocast=lambda: autocast(plan.precision, device),
         bucket_bytes=int(bucket_mib * MIB),
         max_grad_norm=max_grad_norm,
         error_feedback=error_feedback,
         timeout_s=timeout_s,
-        sample=None if sample is None else (sample[0].to(device), sample[1].to(device)),
         initial=_agreed(initial, world),
-        averaging=_reachable(averaging or AveragingSettings(), launch, plan, timeout_s),
+        average=averages,
         policy=GradientPolicy(max_grad_norm),
         call=plain_call,
         offload=offload or OffloadSettings(),
@@ -145,11 +153,11 @@ def parallelize(
         ),
     )
     _same_start(context)
-    context = dataclasses.replace(context, costs=_costs(context))
+    context = dataclasses.replace(context, costs=_costs(context, sample))
     context, splitting = split_blocks(context, cuts, tensor or TensorSettings())
     _tune_heap(plan, keep_freed)
     context, scaling = _in_precision(context, splitting)
-    return _build(context, splitting, scaling, lr_factor, overlap, seed)
+    return _build(context, splitting, scaling, averages, lr_factor, overlap, seed)
 
 
 def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
@@ -187,6 +195,21 @@ def _reachable(
     )
 
 
+class _Averages:
+    """Averages parts of a model with those of other workers, and lists what was `made`."""
+
+    def __init__(self, plan: Plan, world: World, settings: AveragingSettings) -> None:
+        self._plan, self._world, self.settings = plan, world, settings
+        self.made: list[Averaged] = []
+
+    def __call__(
+        self, tensors: Mapping[str, Tensor], optimizers: Sequence[Optimizer], position: int
+    ) -> Averaged | None:
+        found = average(tensors, optimizers, self._plan, self._world, self.settings, position)
+        self.made += [] if found is None else [found]
+        return found
+
+
 def _tune_heap(plan: Plan, keep_freed: bool) -> None:
     """Keep freed host memory warm, unless memory is what the run is short of."""
     if keep_freed and plan.offload == "none":
@@ -212,15 +235,16 @@ def _in_precision(
     return dataclasses.replace(context, policy=policy, call=call, loss_fn=loss_fn), scaling
 
 
-def _costs(context: BuildContext) -> list[float]:
+def _costs(context: BuildContext, sample: Sample | None) -> list[float]:
     """Return what each block costs: measured, if that is asked for and matters.
 
     Whole blocks are measured, for split ones meet other ranks inside.
     """
     blocks, plan = context.blocks, context.plan
-    if context.sample is None or plan.pipe == 1 or plan.stage_boundaries:
+    if sample is None or plan.pipe == 1 or plan.stage_boundaries:
         return guessed_costs(blocks)
-    measured = measured_costs(blocks, context.loss_fn, context.sample, context.autocast)
+    inputs, targets = sample[0].to(context.device), sample[1].to(context.device)
+    measured = measured_costs(blocks, context.loss_fn, (inputs, targets), context.autocast)
     return agreed_costs(context.world, measured)
 
 
@@ -240,12 +264,14 @@ def _build(
     context: BuildContext,
     splitting: Splitting,
     scaling: LossScale | None,
+    averages: _Averages,
     lr_factor: LrFactor,
     overlap: bool,
     seed: int,
 ) -> Run:
     """Join the parts that the plan calls for."""
     plan, rate = context.plan, RateSetter(lr_factor)
+    context = dataclasses.replace(context, among=agreeing(context.world, plan))
     # One stage that flushes is plain training; one that does not has a delay of its own.
     whole = plan.pipe == 1 and planned_schedule(plan, 0, context.schedules).flushes
     local = (
@@ -254,7 +280,7 @@ def _build(
         else build_pipeline(context, splitting, rate)  # its reductions always overlap
     )
     rate.take(local.optimizers)
-    all_are_made(plan, context.world, context.averaging)
+    all_are_made(plan, context.world, averages.settings)
     return Run(
         RunParts(
             plan=local.plan,
@@ -269,7 +295,7 @@ def _build(
             seed=seed,
             placements=splitting.placements,
             tensor_report=splitting.report,
-            averaged=local.averaged,
+            averaged=averages.made,
             scaling=scaling,
         )
     )
@@ -296,7 +322,7 @@ def _replica(
     update = context.updates.make(stored, reducer.buckets)
     plan, device, recorder = context.plan, context.device, context.recorder
     tensors = {**parameters, **named_buffers(context.blocks)}
-    averaged = average(tensors, update.optimizers, plan, context.world, context.averaging)
+    averaged = context.average(tensors, update.optimizers, 0)
     replica = Replica(
         context.blocks,
         context.loss_fn,
@@ -320,13 +346,12 @@ def _replica(
         device=device,
         norm_group=splitting.norm_group,
         averaged=averaged,
-        among=agreeing(context.world, plan),
+        among=context.among,
     )
     return LocalModel(
         executor=executor,
         parameters=parameters,
         updates=[update],
-        averaged=[] if averaged is None else [averaged],
         block_names=tuple(context.blocks),
         plan=plan,
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,24 +11,12 @@ from torch.optim import Optimizer
 
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules import LossScale
-from ganglion.decide.schedules.pipeline import Registry
 from ganglion.decide.topology import Placement
 from ganglion.execute.comm import World
-from ganglion.execute.measure import Sample
-from ganglion.execute.models import InitialWeights, LossFn
-from ganglion.execute.offload import ActivationOffload
-from ganglion.execute.pipeline import Call
+from ganglion.execute.pipeline import Executor
 from ganglion.execute.tensor import TensorReport
-from ganglion.execute.train.averaged import Averaged, AveragingSettings
-from ganglion.execute.train.executor import Executor
-from ganglion.execute.train.random_stream import RandomStream
-from ganglion.execute.update import (
-    GradientPolicy,
-    OffloadSettings,
-    OptimizerFactory,
-    Update,
-    UpdateFactory,
-)
+from ganglion.execute.train.averaged import Averaged
+from ganglion.execute.update import Update
 from ganglion.trace import Recorder
 
 
@@ -108,65 +95,3 @@ class RunParts:
         for averaged in self.averaged:
             found.update(averaged.center())
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildContext:
-    """What the parts of a run are built from.
-
-    `costs` holds the cost of each block, to cut stages by. The `policy` decides on the gradients of
-    each batch; `call` runs a block.
-    """
-
-    blocks: Mapping[str, nn.Module]
-    loss_fn: LossFn
-    optimizer_factory: OptimizerFactory
-    plan: Plan
-    schedules: Registry
-    world: World
-    device: torch.device
-    recorder: Recorder
-    stream: RandomStream
-    autocast: Callable[[], AbstractContextManager[object]]
-    bucket_bytes: int
-    max_grad_norm: float
-    error_feedback: bool
-    timeout_s: float
-    sample: Sample | None
-    initial: InitialWeights | None  # of blocks on the meta device
-    averaging: AveragingSettings
-    policy: GradientPolicy
-    call: Call
-    offload: OffloadSettings
-    activations: ActivationOffload | None = None  # where they wait for their backward
-    costs: Sequence[float] = ()
-
-    @property
-    def updates(self) -> UpdateFactory:
-        """What stores weights and makes their updates."""
-        return UpdateFactory(
-            plan=self.plan,
-            optimizer_factory=self.optimizer_factory,
-            offload=self.offload,
-            device=self.device,
-            recorder=self.recorder,
-            timeout_s=self.timeout_s,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalModel:
-    """What this rank holds of a model, and what runs it."""
-
-    executor: Executor
-    parameters: dict[str, nn.Parameter]
-    updates: list[Update]
-    feedback: dict[str, Tensor] | None = None
-    averaged: list[Averaged]
-    block_names: tuple[str, ...]
-    plan: Plan  # with the cut that was made
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers of all parts."""
-        return [optimizer for update in self.updates for optimizer in update.optimizers]

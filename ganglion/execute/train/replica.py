@@ -18,11 +18,15 @@ from ganglion.decide.plan import Plan
 from ganglion.execute.gradients import GradientReducer
 from ganglion.execute.models import LossFn, evaluation_mode
 from ganglion.execute.offload import ActivationOffload
-from ganglion.execute.pipeline import Call, Chain, plain_call
-from ganglion.execute.train.executor import Share
-from ganglion.execute.train.microbatches import cut_batch
-from ganglion.execute.train.random_stream import RandomStream
-from ganglion.execute.train.tensor_split import Splitting
+from ganglion.execute.pipeline import (
+    Call,
+    Chain,
+    RandomStream,
+    Share,
+    Splitting,
+    cut_batch,
+    plain_call,
+)
 from ganglion.execute.update import as_input, wide
 from ganglion.trace import COMPUTE, Recorder
 

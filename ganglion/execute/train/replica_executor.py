@@ -12,10 +12,16 @@ from torch import Tensor
 from ganglion.execute.comm import Group, World
 from ganglion.execute.device import peak_bytes
 from ganglion.execute.gradients import GradientReducer, global_norm
-from ganglion.execute.train.averaged import Averaged, averaging_around
-from ganglion.execute.train.executor import Share, StepResult
+from ganglion.execute.pipeline import Share
 from ganglion.execute.train.replica import Replica
-from ganglion.execute.update import GradientDecision, GradientPolicy, Update
+from ganglion.execute.update import (
+    AveragedWeights,
+    GradientDecision,
+    GradientPolicy,
+    StepResult,
+    Update,
+    averaging_around,
+)
 from ganglion.trace import COMPUTE, HOST, Recorder
 
 SetLr = Callable[[int], float]
@@ -36,7 +42,7 @@ class ReplicaExecutor:
         policy: GradientPolicy,
         device: torch.device,
         norm_group: Group | None = None,
-        averaged: Averaged | None = None,
+        averaged: AveragedWeights | None = None,
         among: Group | None = None,
     ) -> None:
         """Join a replica with its gradients and their update; `set_lr(step)` sets the rate.

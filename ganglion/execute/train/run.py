@@ -22,9 +22,10 @@ from ganglion.execute.averaging.methods import ExchangeMetrics
 from ganglion.execute.checkpoint import JSON
 from ganglion.execute.data import Batches, MapDataset, Sampler, share_index
 from ganglion.execute.measure import SavedBytes
+from ganglion.execute.pipeline import Share
 from ganglion.execute.tensor import TensorReport
-from ganglion.execute.train.executor import Share, StepResult
 from ganglion.execute.train.parts import RunParts
+from ganglion.execute.update import StepResult
 from ganglion.trace import COMPUTE, HOST
 
 

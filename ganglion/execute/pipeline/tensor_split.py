@@ -20,6 +20,8 @@ from ganglion.execute.models import (
     named_parameters,
     tensor_cuts,
 )
+from ganglion.execute.pipeline.context import BuildContext
+from ganglion.execute.pipeline.cutting import serial_names
 from ganglion.execute.tensor import (
     TensorReport,
     TensorSettings,
@@ -28,8 +30,6 @@ from ganglion.execute.tensor import (
     gather,
     split_cross_entropy,
 )
-from ganglion.execute.train.cutting import serial_names
-from ganglion.execute.train.parts import BuildContext
 from ganglion.execute.update import SplitMatrices, over_pieces
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
@@ -35,14 +36,41 @@ from ganglion.decide.schedules.pipeline import (
 )
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.execute.comm import Arrival, Transport, silence
-from ganglion.execute.pipeline.action_errors import naming_action, note_action
-from ganglion.execute.pipeline.agreement import ORDER_KIND, Agreement
-from ganglion.execute.pipeline.alarm import ERROR_KIND, LISTEN_S, Alarm, leave, told_error
-from ganglion.execute.pipeline.forward_only import PREDICT_KIND, ForwardOnlyInputs
-from ganglion.execute.pipeline.ledger import Ledger
-from ganglion.execute.pipeline.patience import Patience, gets_done
-from ganglion.execute.pipeline.stage_actions import Predict, StageActions
+from ganglion.execute.pipeline.engine.action_errors import naming_action, note_action
+from ganglion.execute.pipeline.engine.agreement import ORDER_KIND, Agreement
+from ganglion.execute.pipeline.engine.alarm import ERROR_KIND, LISTEN_S, Alarm, leave, told_error
+from ganglion.execute.pipeline.engine.ledger import PREDICT_KIND, ForwardOnlyInputs, Ledger
+from ganglion.execute.pipeline.engine.patience import Patience, gets_done
 from ganglion.trace import Recorder
+
+# (action, activations or None on the first stage): run a forward; return what goes on, if anything.
+Predict = Callable[[Action, Tensor | None], Tensor | None]
+
+
+class StageActions(Protocol):
+    """What does the actions of one rank."""
+
+    def forward(self, action: Action, version: int, hidden: Tensor | None) -> Tensor | None:
+        """Run a forward; return what goes to the next stage."""
+
+    def backward(self, action: Action, version: int, gradient: Tensor | None) -> Tensor | None:
+        """Run a backward, or its input half; return what goes to the stage before."""
+
+    def weight(self, action: Action, version: int) -> None:
+        """Run the weight half of a backward."""
+
+    def start_reduce(self, action: Action) -> None:
+        """Start to sum the gradients of a batch over the replicas."""
+
+    def is_reduced(self, action: Action) -> bool:
+        """Say whether the sum is there; called again until it is."""
+
+    def update(self, action: Action) -> None:
+        """Make the next weights."""
+
+    def take(self, arrival: Arrival) -> bool:
+        """Take a message that is no activation or gradient; say whether it was known."""
+
 
 FORWARD_KIND, BACKWARD_KIND = "forward", "backward"
 _KINDS = {FORWARD_KIND: FORWARD, BACKWARD_KIND: BACKWARD}

@@ -22,28 +22,20 @@ from ganglion.execute.comm import Transport, World
 from ganglion.execute.device import peak_bytes
 from ganglion.execute.gradients import GradientBuckets
 from ganglion.execute.models import named_buffers
-from ganglion.execute.pipeline import (
-    Agreement,
-    Engine,
-    Stage,
-    StageSettings,
-    defer_weight_gradients,
-)
-from ganglion.execute.train.averaged import average
-from ganglion.execute.train.cutting import Stages, cut_model, serial_names
-from ganglion.execute.train.drifting import agreeing
-from ganglion.execute.train.parts import BuildContext, LocalModel
-from ganglion.execute.train.pipelined import PipelineExecutor, StageAt
-from ganglion.execute.train.stage_worker import StagePart, StageWorker, Tie
-from ganglion.execute.train.step_numbers import StepNumbers
-from ganglion.execute.train.tensor_split import (
+from ganglion.execute.pipeline.blocks import Stage, StageSettings, defer_weight_gradients
+from ganglion.execute.pipeline.context import BuildContext, LocalModel
+from ganglion.execute.pipeline.cutting import Stages, cut_model, serial_names
+from ganglion.execute.pipeline.engine import Agreement, Engine
+from ganglion.execute.pipeline.pipeline_executor import PipelineExecutor, StageAt
+from ganglion.execute.pipeline.stage_worker import StagePart, StageWorker, Tie
+from ganglion.execute.pipeline.tensor_split import (
     Splitting,
     choose_kept,
     is_split,
     make_blocks_real,
     share_pieces,
 )
-from ganglion.execute.update import ErrorFeedback, RateSetter, WeightVersions
+from ganglion.execute.update import ErrorFeedback, RateSetter, StepNumbers, WeightVersions
 
 
 def build_pipeline(context: BuildContext, splitting: Splitting, rate: RateSetter) -> LocalModel:
@@ -84,7 +76,6 @@ def build_pipeline(context: BuildContext, splitting: Splitting, rate: RateSetter
         parameters={name: p for part in parts.values() for name, p in part.parameters.items()},
         updates=[part.update for part in parts.values()],
         feedback=_feedback(parts.values()) if context.error_feedback else None,
-        averaged=[part.averaged for part in parts.values() if part.averaged is not None],
         block_names=block_names,
         plan=_as_decided(context, cut),
     )
@@ -94,14 +85,8 @@ def _average(parts: Mapping[int, StagePart], context: BuildContext, cut: Stages)
     """Let the stages of this rank be averaged with those of other workers, if the plan says so."""
     for position, (number, part) in enumerate(parts.items()):
         buffers = named_buffers({name: context.blocks[name] for name in cut.stages[number]})
-        part.averaged = average(
-            {**part.parameters, **buffers},
-            part.update.optimizers,
-            context.plan,
-            context.world,
-            context.averaging,
-            position,
-        )
+        tensors = {**part.parameters, **buffers}
+        part.averaged = context.average(tensors, part.update.optimizers, position)
 
 
 def _as_decided(context: BuildContext, cut: Stages) -> Plan:
@@ -265,7 +250,7 @@ def _executor(
         own_numbers,
         loss_pipe=last.pipe,
         by_replica=context.plan.averages,
-        among=agreeing(world, context.plan),
+        among=context.among,
     )
     worker = StageWorker(parts, numbers, transport, set_rate, context.policy, splitting.weights)
     engine = Engine(

@@ -19,12 +19,11 @@ from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import Action
 from ganglion.execute.comm import World, broadcast_tensor
 from ganglion.execute.models import evaluation_mode
-from ganglion.execute.pipeline import Engine
-from ganglion.execute.train.executor import Share, StepResult
-from ganglion.execute.train.microbatches import cut_batch
-from ganglion.execute.train.stage_worker import StagePart, StageWorker
-from ganglion.execute.train.step_numbers import StepNumbers
-from ganglion.execute.update import as_input, wide
+from ganglion.execute.pipeline.engine import Engine
+from ganglion.execute.pipeline.executor import Share
+from ganglion.execute.pipeline.microbatches import cut_batch
+from ganglion.execute.pipeline.stage_worker import StagePart, StageWorker
+from ganglion.execute.update import StepNumbers, StepResult, as_input, wide
 from ganglion.trace import COMPUTE, Recorder
 
 

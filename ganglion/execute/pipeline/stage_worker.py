@@ -20,16 +20,17 @@ from torch import Tensor, nn
 from ganglion.decide.schedules.pipeline import Action
 from ganglion.execute.comm import Arrival, Transport
 from ganglion.execute.gradients import GradientBuckets, sum_of_squares
-from ganglion.execute.pipeline import Stage
+from ganglion.execute.pipeline.blocks import Stage
 from ganglion.execute.tensor import Weights
-from ganglion.execute.train.averaged import Averaged, averaging_around
-from ganglion.execute.train.step_numbers import StepNumbers
 from ganglion.execute.update import (
+    AveragedWeights,
     ErrorFeedback,
     GradientDecision,
     GradientPolicy,
+    StepNumbers,
     Update,
     WeightVersions,
+    averaging_around,
 )
 
 TIED = "tied"
@@ -61,7 +62,7 @@ class StagePart:
     feedback: ErrorFeedback | None = None
     ties: tuple[Tie, ...] = ()
     num_sets: int = 1
-    averaged: Averaged | None = None
+    averaged: AveragedWeights | None = None
 
     def select(self, version: int) -> bool:
         """Let the parameters be those of a version; say whether they were others."""

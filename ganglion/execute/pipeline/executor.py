@@ -6,32 +6,15 @@ A batch goes in, outcomes come out: at once, or a batch later under a schedule t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from ganglion.execute.update import StepResult
+
 Batch = tuple[Tensor, Tensor]
 # What a rank trains on in a step: a batch to be cut into microbatches, or the microbatches.
 Share = Batch | Sequence[Batch]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one update did; equal on every rank, but for when it ended on this rank's clock.
-
-    With a `loss_scale` (fp16), an overflow lets the update be `skipped`: no weight moved.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    peak_bytes: int
-    stop_requested: bool
-    finished_s: float
-    loss_scale: float | None = None
-    skipped: bool = False
 
 
 class Executor(Protocol):

@@ -12,16 +12,45 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ganglion.errors import ConfigError
 from ganglion.execute.offload import ActivationOffload
-from ganglion.execute.pipeline.chain import Call, Chain, Context, LossFn, plain_call
-from ganglion.execute.pipeline.entrance import Entrance, enter
-from ganglion.execute.pipeline.weight_gradients import Deferral, WeightStore
+from ganglion.execute.pipeline.blocks.chain import Call, Chain, Context, LossFn, plain_call
+from ganglion.execute.pipeline.blocks.weight_gradients import Deferral, WeightStore
+
+
+@dataclass(slots=True)
+class Entrance:
+    """Where the gradient of an input arrives."""
+
+    grad: Tensor | None = None
+
+
+def enter(hidden: Tensor) -> tuple[Tensor, Entrance]:
+    """Return an input as an inner tensor of a graph, and where its gradient will be."""
+    entrance, anchor = Entrance(), torch.empty(0, requires_grad=True)
+    inner: Tensor = _Enter.apply(anchor, hidden, entrance)  # type: ignore[no-untyped-call]
+    return inner, entrance
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, entrance: Entrance) -> Tensor:
+        ctx.entrance = entrance
+        return hidden.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.entrance.grad = gradient.contiguous()
+        return None, None, None
+
 
 SeedBlock = Callable[[int, int], None]  # (microbatch, block): make random numbers theirs
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ganglion.execute.offload import ActivationOffload, Hooks, Trip
-from ganglion.execute.pipeline.recompute import RecomputedSegment
-from ganglion.execute.pipeline.weight_gradients import Deferral, WeightStore
+from ganglion.execute.pipeline.blocks.recompute import RecomputedSegment
+from ganglion.execute.pipeline.blocks.weight_gradients import Deferral, WeightStore
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Seed = Callable[[int], None]  # (block): make the random numbers those of a block

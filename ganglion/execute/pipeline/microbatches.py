@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ganglion.decide.plan import Plan
 from ganglion.errors import DataError
-from ganglion.execute.train.executor import Batch, Share
+from ganglion.execute.pipeline.executor import Batch, Share
 from ganglion.execute.update import as_input
 
 
