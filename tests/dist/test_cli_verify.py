@@ -14,7 +14,7 @@ import torch
 from ganglion import Plan
 from ganglion.cli.verify import serial_plan
 from ganglion.errors import ConfigError
-from ganglion.execute.checkpoint.differences import Told, compare, formula
+from ganglion.execute.checkpoint.differences import TrainingNumbers, compare, formula
 from tests.support.command import TINY, environment, python
 
 DEADLINE_S = 200  # two trainings, each with processes of its own
@@ -204,9 +204,9 @@ def test_what_cannot_be_compared_is_different() -> None:
 
 
 def test_numbers_go_through_a_file_unchanged(tmp_path: Path) -> None:
-    told = Told([0.1, 1 / 3], [math.pi, math.nan], ["a.weight"])
+    told = TrainingNumbers([0.1, 1 / 3], [math.pi, math.nan], ["a.weight"])
     told.write(tmp_path)
-    again = Told.read(tmp_path)
+    again = TrainingNumbers.read(tmp_path)
     assert again.losses == told.losses and again.parameters == told.parameters
     assert again.grad_norms[0] == math.pi and math.isnan(again.grad_norms[1])
 

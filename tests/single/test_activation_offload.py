@@ -214,9 +214,11 @@ def log(tmp_path: Path) -> Log:
 def run_block(
     forward: Callable[[Tensor], Tensor], x: Tensor, log: Log, modules: list[nn.Module], **more: Any
 ) -> Tensor:
-    trip = ActivationOffload(log, min_bytes=more.get("min_bytes", 0)).trip(modules, [], ahead=True)
-    with trip.saving():
-        trip.begin_part()
+    saved = ActivationOffload(log, min_bytes=more.get("min_bytes", 0)).saved_tensors(
+        modules, [], ahead=True
+    )
+    with saved.saving():
+        saved.begin_part()
         return forward(x)
 
 
@@ -266,13 +268,13 @@ def test_small_tensors_stay(log: Log) -> None:
 def test_memory_that_is_used_again_is_another(log: Log) -> None:
     """A storage that went may be followed by one at the same address."""
     offload = ActivationOffload(log, min_bytes=0)
-    trip = offload.trip([], [], ahead=True)
+    saved = offload.saved_tensors([], [], ahead=True)
     x = torch.randn(64, 64, requires_grad=True)
     expected, outputs = [], []
-    with trip.saving():
+    with saved.saving():
         y = x
         for _ in range(6):
-            trip.begin_part()
+            saved.begin_part()
             y = torch.sin(y)
             outputs.append(y.detach().clone())
         y.sum().backward()

@@ -22,7 +22,7 @@ from ganglion.decide.topology import Box, Mesh, Placement, Shard
 from ganglion.errors import CheckpointError
 from ganglion.execute.checkpoint import (
     Piece,
-    Places,
+    RankPlacements,
     Saveable,
     SavedState,
     check_state_shapes,
@@ -67,8 +67,8 @@ def whole() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, (shape, _) in SHARDS.items()}
 
 
-def places_of(mesh: Mesh, rank: int) -> Places:
-    return Places(PLACEMENTS, mesh, mesh.coordinates(rank))
+def places_of(mesh: Mesh, rank: int) -> RankPlacements:
+    return RankPlacements(PLACEMENTS, mesh, mesh.coordinates(rank))
 
 
 def cut(mesh: Mesh, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Saveable]:
@@ -88,7 +88,7 @@ def tensor_of(value: Saveable) -> Tensor:
     return value.tensor if isinstance(value, Piece) else value
 
 
-def blank(held: Mapping[str, Saveable], places: Places) -> dict[str, Saveable]:
+def blank(held: Mapping[str, Saveable], places: RankPlacements) -> dict[str, Saveable]:
     empty = {name: torch.full_like(tensor_of(value), math.nan) for name, value in held.items()}
     return {name: places.piece(name, tensor) for name, tensor in empty.items()}
 
@@ -240,7 +240,7 @@ def test_state_is_cut_like_its_parameter(tmp_path: Path) -> None:
     path = save(tmp_path, optimizer_tensors([optimizer]), state, Alone(), keep=1)
     mesh = Mesh(x=2)
     for rank in range(2):
-        places = Places(NET, mesh, mesh.coordinates(rank))
+        places = RankPlacements(NET, mesh, mesh.coordinates(rank))
         rows = [rank, 2 + rank, 4 + rank]
         own = {"weight": tensors["weight"][rows], "bias": tensors["bias"]}
         _, expected = stepped(own)
@@ -257,7 +257,7 @@ def test_state_is_cut_like_its_parameter(tmp_path: Path) -> None:
 def test_state_of_another_shape_is_refused_where_the_parameter_is_split() -> None:
     net, optimizer = stepped({"weight": torch.randn(3, 4), "bias": torch.randn(6)})
     mesh = Mesh(x=2)
-    places = Places(NET, mesh, mesh.coordinates(0))
+    places = RankPlacements(NET, mesh, mesh.coordinates(0))
     optimizer.state[net.bias]["row"] = torch.zeros(2)
     check_state_shapes([optimizer], places)
     optimizer.state[net.weight]["row"] = torch.zeros(3)

@@ -219,7 +219,7 @@ def test_nothing_grows_from_step_to_step(schedule: str, recompute: str) -> None:
 def test_offloaded_activations_leave_nothing_behind(schedule: str, recompute: str) -> None:
     plan = Plan(pipe=2, schedule=schedule, num_microbatches=2, recompute=recompute)
     counts = counted(replace(plan, offload_activations="disk"))
-    for kind in ("Tensor", "_Piece", "_Part", "Trip", "StorageWeakRef", "Future"):
+    for kind in ("Tensor", "_Memory", "_Part", "SavedTensors", "StorageWeakRef", "Future"):
         # What is under way when all stop may differ by a part or two; one a step would be MORE.
         assert counts[-1][kind] <= counts[0][kind] + 8, kind
     assert growth(counts).total() < MORE, growth(counts)

@@ -16,7 +16,7 @@ from ganglion.cli.launch.rank_server import accept_signals
 from ganglion.decide.config import CHECKPOINTS, LOGS, RunFile
 from ganglion.decide.plan import Plan
 from ganglion.decide.topology import Launch, read_launch
-from ganglion.execute.checkpoint import Told
+from ganglion.execute.checkpoint import TrainingNumbers
 from ganglion.execute.comm import World, open_world
 from ganglion.execute.device import pick_device
 from ganglion.execute.models import loss_function, named_parameters
@@ -41,7 +41,9 @@ def train_in_double(folder: Path, launch: Launch) -> None:
         told.write(folder)
 
 
-def _train(file: RunFile, plan: Plan, world: World, launch: Launch, folder: Path) -> Told:
+def _train(
+    file: RunFile, plan: Plan, world: World, launch: Launch, folder: Path
+) -> TrainingNumbers:
     source = open_source(file, cache_folder())
     blocks, initial = outline_blocks(file, plan, source.num_classes, source.input_shape)
     blocks = {name: block.to(DTYPE) for name, block in blocks.items()}
@@ -52,7 +54,7 @@ def _train(file: RunFile, plan: Plan, world: World, launch: Launch, folder: Path
         batches = ((_wide(x), _wide(y)) for x, y in run.batches(source.train))
         results = list(run.steps(batches, until=file.train.stop_at))
         run.save(folder / CHECKPOINTS, keep=1)
-    return Told([r.loss for r in results], [r.grad_norm for r in results], names)
+    return TrainingNumbers([r.loss for r in results], [r.grad_norm for r in results], names)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -20,7 +20,12 @@ from ganglion.execute.checkpoint.state import JSON, SavedState
 from ganglion.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ganglion.execute.checkpoint.differences import Difference, Told, compare_folders, formula
+    from ganglion.execute.checkpoint.differences import (
+        Difference,
+        TrainingNumbers,
+        compare_folders,
+        formula,
+    )
     from ganglion.execute.checkpoint.optimizer import (
         changed_settings,
         check_state_shapes,
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
         optimizer_tensors,
         prepare_optimizers,
     )
-    from ganglion.execute.checkpoint.pieces import Piece, Places, Saveable, gather_whole
+    from ganglion.execute.checkpoint.pieces import Piece, RankPlacements, Saveable, gather_whole
     from ganglion.execute.checkpoint.reading import load, load_exported, read_specs, read_state
     from ganglion.execute.checkpoint.storage import TensorSpec
     from ganglion.execute.checkpoint.writing import Ranks, save
@@ -40,12 +45,12 @@ __all__ = [
     "JSON",
     "Difference",
     "Piece",
-    "Places",
+    "RankPlacements",
     "Ranks",
     "Saveable",
     "SavedState",
     "TensorSpec",
-    "Told",
+    "TrainingNumbers",
     "changed_settings",
     "check_state_shapes",
     "checkpoint_name",
@@ -73,10 +78,10 @@ __all__ = [
 _HOME = {
     "formula": "differences",
     "compare_folders": "differences",
-    "Told": "differences",
+    "TrainingNumbers": "differences",
     "Difference": "differences",
     "Piece": "pieces",
-    "Places": "pieces",
+    "RankPlacements": "pieces",
     "Ranks": "writing",
     "Saveable": "pieces",
     "TensorSpec": "storage",

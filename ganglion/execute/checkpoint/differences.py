@@ -19,7 +19,7 @@ from torch import Tensor
 from ganglion.decide.config import CHECKPOINTS, MODEL_FILE
 from ganglion.execute.checkpoint.layout import latest_checkpoint
 
-TOLD_FILE = "verify.json"
+NUMBERS_FILE = "verify.json"
 SMALL_WEIGHT = 0.01
 
 
@@ -38,7 +38,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TrainingNumbers:
     """What a training said of itself: numbers of its steps, and the names of all parameters."""
 
     losses: list[float]
@@ -47,12 +47,12 @@ class Told:
 
     def write(self, folder: Path) -> None:
         """Leave it in the folder of the training."""
-        (folder / TOLD_FILE).write_text(json.dumps(asdict(self)), "utf-8")
+        (folder / NUMBERS_FILE).write_text(json.dumps(asdict(self)), "utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Told:
+    def read(cls, folder: Path) -> TrainingNumbers:
         """Find it there."""
-        return cls(**json.loads((folder / TOLD_FILE).read_text(encoding="utf-8")))
+        return cls(**json.loads((folder / NUMBERS_FILE).read_text(encoding="utf-8")))
 
 
 def formula(tolerance: float) -> str:
@@ -73,7 +73,7 @@ def compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Diffe
 
 def compare_folders(found: Path, wanted: Path, tolerance: float) -> list[Difference]:
     """Compare the trainings in two folders, parameters in the order of the model."""
-    told, expected = Told.read(found), Told.read(wanted)
+    told, expected = TrainingNumbers.read(found), TrainingNumbers.read(wanted)
     numbers = {
         "loss": (told.losses, expected.losses),
         "gradient norm": (told.grad_norms, expected.grad_norms),

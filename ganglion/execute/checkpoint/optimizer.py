@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ganglion.errors import CheckpointError
-from ganglion.execute.checkpoint.pieces import Places, Saveable
+from ganglion.execute.checkpoint.pieces import RankPlacements, Saveable
 from ganglion.execute.checkpoint.reading import read_specs, read_state
 from ganglion.execute.checkpoint.state import JSON
 from ganglion.execute.checkpoint.storage import TensorSpec
@@ -38,7 +38,7 @@ def optimizer_tensors(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
 
 
 def optimizer_pieces(
-    optimizers: Sequence[Optimizer], places: Places, owner: str = ""
+    optimizers: Sequence[Optimizer], places: RankPlacements, owner: str = ""
 ) -> dict[str, Saveable]:
     """Return the same with where they belong: what is shaped like its parameter is cut like it.
 
@@ -50,7 +50,7 @@ def optimizer_pieces(
     }
 
 
-def check_state_shapes(optimizers: Sequence[Optimizer], places: Places) -> None:
+def check_state_shapes(optimizers: Sequence[Optimizer], places: RankPlacements) -> None:
     """Refuse state of split parameters whose place in the whole is not known."""
     for key, name, parameter, value in _tensor_entries(optimizers):
         if places.is_cut(name) and value.shape != parameter.shape and value.numel() > 1:
@@ -104,7 +104,7 @@ def in_memory(name: str, entry: str) -> Tensor | None:
 def prepare_optimizers(
     optimizers: Sequence[Optimizer],
     path: Path,
-    places: Places | None = None,
+    places: RankPlacements | None = None,
     owner: str = "",
     room: Room = in_memory,
 ) -> None:

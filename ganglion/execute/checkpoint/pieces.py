@@ -63,7 +63,7 @@ Saveable = Tensor | Piece
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class RankPlacements:
     """Which part of each parameter this rank holds; a name without a placement is held whole."""
 
     placements: Mapping[str, Placement]

@@ -91,7 +91,7 @@ def hugging_face_names(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for block_name, block in blocks.items():
-        if not isinstance(block, Part):
+        if not isinstance(block, HuggingFaceBlock):
             raise ConfigError(
                 f"block {block_name!r} is a {type(block).__name__}, not a part of a Hugging Face "
                 f"model: pass what hugging_face_blocks returned"
@@ -124,7 +124,7 @@ def hugging_face_state_dict(
     return weights
 
 
-class Part(nn.Module):
+class HuggingFaceBlock(nn.Module):
     """Base of the blocks: some modules of a model, each under the last word of its name there."""
 
     def __init__(self, model: nn.Module, *names: str) -> None:
@@ -134,7 +134,7 @@ class Part(nn.Module):
             self.add_module(child, model.get_submodule(name))
 
 
-class GPT2Embedding(Part):
+class GPT2Embedding(HuggingFaceBlock):
     """Block: ids (batch, tokens) to token plus position vectors, with dropout."""
 
     wte: nn.Embedding
@@ -153,7 +153,7 @@ class GPT2Embedding(Part):
         return vectors
 
 
-class GPT2Attention(Part):
+class GPT2Attention(HuggingFaceBlock):
     """Block: x + attention(norm(x))."""
 
     ln_1: nn.Module
@@ -166,7 +166,7 @@ class GPT2Attention(Part):
         return x + change
 
 
-class GPT2FeedForward(Part):
+class GPT2FeedForward(HuggingFaceBlock):
     """Block: x + mlp(norm(x))."""
 
     ln_2: nn.Module
@@ -178,7 +178,7 @@ class GPT2FeedForward(Part):
         return x + change
 
 
-class GPT2Head(Part):
+class GPT2Head(HuggingFaceBlock):
     """Block: vectors to logits (batch, tokens, vocab_size)."""
 
     ln_f: nn.Module
@@ -190,7 +190,7 @@ class GPT2Head(Part):
         return logits
 
 
-class LlamaEmbedding(Part):
+class LlamaEmbedding(HuggingFaceBlock):
     """Block: ids (batch, tokens) to token vectors; positions come with the attention."""
 
     embed_tokens: nn.Module
@@ -201,7 +201,7 @@ class LlamaEmbedding(Part):
         return vectors
 
 
-class LlamaAttention(Part):
+class LlamaAttention(HuggingFaceBlock):
     """Block: x + attention(norm(x)), queries and keys turned by their positions."""
 
     input_layernorm: nn.Module
@@ -223,7 +223,7 @@ class LlamaAttention(Part):
         return x + change
 
 
-class LlamaFeedForward(Part):
+class LlamaFeedForward(HuggingFaceBlock):
     """Block: x + mlp(norm(x))."""
 
     post_attention_layernorm: nn.Module
@@ -235,7 +235,7 @@ class LlamaFeedForward(Part):
         return x + change
 
 
-class LlamaHead(Part):
+class LlamaHead(HuggingFaceBlock):
     """Block: vectors to logits (batch, tokens, vocab_size)."""
 
     norm: nn.Module

@@ -1,8 +1,8 @@
-"""Where activations wait for their backward: host memory, or a scratch file.
+"""Storage for activations until their backward: host memory, or a scratch file.
 
-A tier takes flat tensors of bytes and gives them back into others. Both are moves: they are begun,
-and waited for later, while the device computes. A slot of the file that is given back is used again
-for something of the same size, so the file grows to what is in flight at the worst and no further.
+A tier stores flat tensors of bytes and reads them back into others. Both are moves: they are
+started, and waited for later, while the device computes. A freed slot of the file is used again for
+the same size, so the file grows to the most that is in flight and no further.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ _Queue = queue.SimpleQueue[tuple[Future[None], _Work] | None]
 
 
 class Move(Protocol):
-    """Something on its way."""
+    """A copy that was started."""
 
     def wait(self) -> None:
-        """Return when it has arrived; raise OffloadError if it will not."""
+        """Return when it is complete; raise OffloadError if it fails."""
 
 
 class Stored(Protocol):
-    """Some bytes on a tier."""
+    """A range of bytes on a tier."""
 
     def begin_write(self, source: Tensor) -> Move:
-        """Begin to copy `source`, which must stay as it is until that is done."""
+        """Start to copy `source`, which must not change until that is done."""
 
     def begin_read(self, target: Tensor) -> Move:
-        """Begin to fill `target`."""
+        """Start to fill `target`."""
 
     def give_back(self) -> None:
-        """Let the room be used for something else."""
+        """Free the bytes for another use."""
 
 
 class ActivationTier(Protocol):
-    """A place for bytes."""
+    """Storage for ranges of bytes."""
 
     def room(self, num_bytes: int) -> Stored:
-        """Return room for so many bytes."""
+        """Reserve a range of bytes."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
 
 
 def open_activation_tier(
     name: str, folder: Path, device: torch.device, timeout_s: float
 ) -> ActivationTier:
-    """Return the tier that a plan calls by `name`; a file of it goes into `folder`."""
+    """Return the tier called `name` in a plan; its file goes into `folder`."""
     if name == "disk":
         return ScratchFile(folder, device, timeout_s)
     if name == "host":
@@ -80,18 +80,18 @@ class HostCopies:
     """Host memory; pinned, and copied on a stream of its own, if the device is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take what is computed on `device`."""
+        """Store activations of `device`."""
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def room(self, num_bytes: int) -> Stored:
-        """Return host memory of so many bytes."""
+        """Allocate host memory."""
         pinned = self.stream is not None
         return _HostRoom(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned), self.stream)
 
     def close(self) -> None:
-        """Do nothing: memory goes with what uses it."""
+        """Do nothing: memory is freed with its tensors."""
 
 
 class _HostRoom:
@@ -138,13 +138,13 @@ class _OnStream:
 
 
 class ScratchFile:
-    """A file without a name, written and read by one thread in the order of the calls.
+    """An unlinked file, written and read by one thread in the order of the calls.
 
-    It is scratch: it goes with the process, however that ends.
+    It disappears with the process, however that ends.
     """
 
     def __init__(self, folder: Path, device: torch.device, timeout_s: float) -> None:
-        """Open the file inside `folder`, which is made if need be; moves have a deadline."""
+        """Open the file inside `folder`, which is created if missing; moves have a deadline."""
         self._folder = folder
         self._timeout_s = timeout_s
         self._is_host = device.type == "cpu"
@@ -159,8 +159,8 @@ class ScratchFile:
             ) from error
         self._file = file
         self._end = 0
-        # By size. Rooms are given back by whichever thread lets go of a graph, so no lock: these
-        # are single operations of lists.
+        # By size. Any thread that frees a graph gives slots back; no lock, since these are single
+        # operations of lists.
         self._free: dict[int, list[int]] = {}
         self._queue: _Queue = queue.SimpleQueue()
         # A daemon: a disk that never answers must not keep a process alive.
@@ -172,7 +172,7 @@ class ScratchFile:
         self._close.atexit = False
 
     def room(self, num_bytes: int) -> Stored:
-        """Return a slot, one that was given back if there is one."""
+        """Return a slot, a freed one if there is one."""
         size = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
             start = self._free[size].pop()
@@ -181,11 +181,11 @@ class ScratchFile:
         return _Slot(self, start, size)
 
     def give_back(self, start: int, size: int) -> None:
-        """Take a slot back; moves of its last use come before those of the next."""
+        """Free a slot; moves of its last use come before those of the next."""
         self._free.setdefault(size, []).append(start)
 
     def begin(self, tensor: Tensor, start: int, *, writes: bool) -> Move:
-        """Begin to move bytes between a tensor and the file."""
+        """Start to move bytes between a tensor and the file."""
         ready = None if self._is_host else torch.cuda.current_stream().record_event()
         work = self._write if writes else self._read
         moving: Future[None] = Future()
@@ -194,11 +194,11 @@ class ScratchFile:
 
     @property
     def num_bytes(self) -> int:
-        """How large the file has become."""
+        """The size of the file."""
         return self._end
 
     def close(self) -> None:
-        """Finish what was begun, end the thread and close the file."""
+        """Finish all moves, stop the thread and close the file."""
         self._close()
 
     def _explained(
@@ -278,7 +278,7 @@ class _OnThread:
 
 
 def _serve(work: _Queue) -> None:
-    """Do one thing after the other; what fails is raised where it is waited for."""
+    """Do the queued work in order; a failure is raised by the wait for it."""
     while (item := work.get()) is not None:
         moving, do = item
         failure: BaseException | None = None
@@ -286,7 +286,7 @@ def _serve(work: _Queue) -> None:
             do()
         except BaseException as error:
             failure = error
-        # Before anybody hears of the end: whoever lets go of a tensor then lets go of its memory.
+        # Before the result is set, so that no reference here keeps a tensor alive after it.
         del item, do
         if failure is None:
             moving.set_result(None)
@@ -296,9 +296,9 @@ def _serve(work: _Queue) -> None:
 
 
 def _close(work: _Queue, thread: threading.Thread, file: int) -> None:
-    """End the thread, then close its file."""
+    """Stop the thread, then close its file."""
     work.put(None)
-    if thread is not threading.current_thread():  # which may be the last to let go of a file
+    if thread is not threading.current_thread():  # which may hold the last reference to the file
         thread.join(timeout=_JOIN_S)
     if not thread.is_alive() or thread is threading.current_thread():
         os.close(file)

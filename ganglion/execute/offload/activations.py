@@ -1,16 +1,16 @@
-"""Saved activations on another tier: what autograd keeps leaves, and comes back for its backward.
+"""Offload saved activations: tensors that autograd saves are moved to a tier until their backward.
 
-A forward runs part after part. What autograd saves of a part is on its way to the tier while the
-next part computes; backward calls for a part while the one behind it computes:
+A forward runs part after part. The tensors saved by a part are written while the next part
+computes; backward reads a part while the one after it computes:
 
     forward    compute   | part 0 | part 1 | part 2 |
                write              ~ part 0 ~ part 1 ~            two parts in memory
     backward   compute   | part 2 | part 1 | part 0 |
                read      ~ part 1 ~ part 0 ~                     the ends of 2 never left
 
-Memory goes as whole pieces: tensors that share one travel once, and what lives anyway stays where
-it is: parameters of whichever version, buffers, data. Backward gets the same bytes in the same
-places, so every number is that of a run that keeps its activations, to the last bit.
+Tensors that share memory are moved once; memory that lives anyway stays: parameters of any version,
+buffers, data. Backward gets the same bytes at the same offsets, so results are bit for bit those of
+a run that keeps its activations.
 """
 
 from __future__ import annotations
@@ -29,72 +29,74 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ganglion.errors import ConfigError
 from ganglion.execute.offload.activation_tiers import ActivationTier, Move, Stored
 
-MIN_BYTES = 64 * 1024  # what is smaller costs more to move than to keep
+MIN_BYTES = 64 * 1024  # smaller ones cost more to move than to keep
 _NUM_PENDING = 1  # parts whose writing may go on while the next one computes
 
 
 class Hooks(NamedTuple):
-    """What takes a tensor that autograd saves, and what gives it back."""
+    """The two functions of `saved_tensors_hooks`."""
 
     pack: Callable[[Tensor], object]
     unpack: Callable[[Any], Tensor]
 
 
 class ActivationOffload:
-    """Moves the saved activations of one rank; for one computing thread."""
+    """Move the saved activations of one rank, for one computing thread."""
 
     def __init__(self, tier: ActivationTier, *, min_bytes: int = MIN_BYTES) -> None:
-        """Move pieces of at least `min_bytes` to `tier`."""
+        """Move memory of at least `min_bytes` to `tier`."""
         self.tier = tier
         self.min_bytes = min_bytes
         self._pending: deque[_Part] = deque()
 
-    def trip(self, modules: Iterable[nn.Module], data: Iterable[Tensor], *, ahead: bool) -> Trip:
-        """Return what takes the saved tensors of one forward; `data` are not moved.
+    def saved_tensors(
+        self, modules: Iterable[nn.Module], data: Iterable[Tensor], *, ahead: bool
+    ) -> SavedTensors:
+        """Return the saved tensors of one forward, empty yet; `data` are not moved.
 
-        With `ahead`, backward calls for pieces before it needs them. It must not if some are needed
-        much later than their part, as by weight gradients that are put off.
+        With `ahead`, backward reads memory before it needs it. It must not if some is needed much
+        later than its part, as by deferred weight gradients.
         """
-        return Trip(self, _living(modules, data), ahead)
+        return SavedTensors(self, _living(modules, data), ahead)
 
-    def is_being_written(self, part: _Part) -> None:
-        """Take note of a part that is complete, and finish those before it."""
+    def finish_before(self, part: _Part) -> None:
+        """Register a part that is complete, and finish those before it."""
         self._pending.append(part)
         while len(self._pending) > _NUM_PENDING:
-            self._pending.popleft().let_go()
+            self._pending.popleft().finish_write()
 
-    def finish_others(self, trip: Trip) -> None:
-        """Let go of everything that belongs to another forward than this."""
-        for part in [part for part in self._pending if part.trip() is not trip]:
+    def finish_others(self, saved: SavedTensors) -> None:
+        """Free the memory of all other forwards."""
+        for part in [part for part in self._pending if part.saved() is not saved]:
             self._pending.remove(part)
-            part.let_go()
+            part.finish_write()
 
     def close(self) -> None:
-        """Give the tier back."""
+        """Close the tier."""
         self._pending.clear()
         self.tier.close()
 
 
-class Trip:
+class SavedTensors:
     """The saved tensors of one forward: the hooks, and the parts."""
 
     def __init__(self, offload: ActivationOffload, living: set[int], ahead: bool) -> None:
-        """Leave storages that are `living` anyway where they are."""
+        """Do not move storages that are `living` anyway."""
         self._offload = offload
         self._living = living
-        self._ahead = ahead
-        self._known: dict[_Key, _Piece] = {}
+        self.ahead = ahead  # whether backward reads memory before it needs it
+        self._known: dict[_Key, _Memory] = {}
         self._part = _Part(self, None)
         self._is_back = False
 
     @property
     def hooks(self) -> Hooks:
-        """What takes the tensors of this forward, for whoever has hooks of its own inside."""
+        """The hooks of this forward, for code that sets hooks of its own inside."""
         return Hooks(self._pack, _unpack)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Take what autograd saves inside."""
+        """Move the tensors that autograd saves inside."""
         try:
             with saved_tensors_hooks(*self.hooks):
                 yield
@@ -104,34 +106,29 @@ class Trip:
             self._living = set()
 
     def begin_part(self) -> None:
-        """Say that the next part of the forward begins, or that there is none."""
-        if self._part.pieces:
-            self._offload.is_being_written(self._part)
+        """Begin the next part of the forward, or end the last one."""
+        if self._part.memories:
+            self._offload.finish_before(self._part)
             self._part = _Part(self, self._part)
 
     def begin_backward(self) -> None:
-        """Make room for what comes back, once."""
+        """Free the memory of other forwards, once."""
         if not self._is_back:
             self._is_back = True
             self._offload.finish_others(self)
-
-    @property
-    def calls_ahead(self) -> bool:
-        """Whether backward calls for pieces before it needs them."""
-        return self._ahead
 
     def _pack(self, tensor: Tensor) -> Tensor | _Ticket:
         if not self._is_moved(tensor):
             return tensor
         with torch.no_grad():
             key = _Key.of(tensor)
-            piece = self._known.get(key)
-            if piece is None:
-                piece = self._known[key] = _Piece(tensor, key, self._offload.tier)
-            self._part.pieces.append(weakref.ref(piece))
+            memory = self._known.get(key)
+            if memory is None:
+                memory = self._known[key] = _Memory(tensor, key, self._offload.tier)
+            self._part.memories.append(weakref.ref(memory))
         start = tensor.storage_offset() * tensor.itemsize - key.start
-        place = _Place(tensor.dtype, tensor.shape, tensor.stride(), start // tensor.itemsize)
-        return _Ticket(piece, self._part, self, place)
+        view = _View(tensor.dtype, tensor.shape, tensor.stride(), start // tensor.itemsize)
+        return _Ticket(memory, self._part, self, view)
 
     def _is_moved(self, tensor: Tensor) -> bool:
         is_plain = tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter)
@@ -143,7 +140,7 @@ class Trip:
 
 
 class _Key(NamedTuple):
-    """A piece of memory in one state: which storage, how often written, which bytes of it."""
+    """A state of some memory: storage, count of writes, and range of bytes."""
 
     storage: int
     version: int
@@ -152,7 +149,7 @@ class _Key(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Key:
-        """Return the whole storage, or what of it a tensor spans if that is less than half."""
+        """Return the whole storage, or the range that a tensor spans if that is less than half."""
         storage = tensor.untyped_storage()
         start = int(tensor.storage_offset()) * tensor.itemsize
         steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -162,8 +159,8 @@ class _Key(NamedTuple):
         return cls(storage._cdata, tensor._version, start, span)
 
 
-class _Place(NamedTuple):
-    """Where in a piece a tensor lies."""
+class _View(NamedTuple):
+    """Where a tensor lies in moved memory."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -171,68 +168,68 @@ class _Place(NamedTuple):
     offset: int
 
     def tensor(self, flat: Tensor) -> Tensor:
-        """Return the tensor inside the bytes of its piece."""
+        """Return the tensor inside the bytes of its memory."""
         first = flat.storage_offset() // self.dtype.itemsize
         made = torch.empty(0, dtype=self.dtype, device=flat.device)
         return made.set_(flat.untyped_storage(), first + self.offset, self.shape, self.stride)
 
 
 class _Ticket(NamedTuple):
-    """What autograd keeps instead of a tensor."""
+    """Autograd's substitute for a tensor."""
 
-    piece: _Piece
+    memory: _Memory
     part: _Part
-    trip: Trip
-    place: _Place
+    saved: SavedTensors
+    view: _View
 
 
 def _unpack(ticket: Tensor | _Ticket) -> Tensor:
     if isinstance(ticket, Tensor):
         return ticket
-    piece, part, trip, place = ticket
-    trip.begin_backward()
-    if trip.calls_ahead:
-        part.call_back()
+    memory, part, saved, view = ticket
+    saved.begin_backward()
+    if saved.ahead:
+        part.start_read()
         if part.before is not None:
-            part.before.call_back()
-    return place.tensor(piece.flat())
+            part.before.start_read()
+    return view.tensor(memory.flat())
 
 
 class _Part:
-    """The pieces that one part of a forward saved, in order, as long as backward needs them."""
+    """The memory that one part of a forward saved, in order, as long as backward needs it."""
 
-    def __init__(self, trip: Trip, before: _Part | None) -> None:
-        self.trip = weakref.ref(trip)
+    def __init__(self, saved: SavedTensors, before: _Part | None) -> None:
+        self.saved = weakref.ref(saved)
         self.before = before
-        self.pieces: list[weakref.ref[_Piece]] = []
-        self._is_called = False
+        self.memories: list[weakref.ref[_Memory]] = []
+        self._is_started = False
 
-    def let_go(self) -> None:
-        """Return when all are written, and leave the memory they came from."""
-        for piece in self._alive():
-            piece.let_go()
+    def finish_write(self) -> None:
+        """Return when all are written and their sources are free."""
+        for memory in self._alive():
+            memory.finish_write()
 
-    def call_back(self) -> None:
-        """Begin to read them, the last saved first, once."""
-        if self._is_called:
+    def start_read(self) -> None:
+        """Start to read them, the last saved first, once."""
+        if self._is_started:
             return
-        self._is_called = True
-        for piece in reversed(self._alive()):
-            piece.call_back()
+        self._is_started = True
+        for memory in reversed(self._alive()):
+            memory.start_read()
 
-    def _alive(self) -> list[_Piece]:
-        return [piece for ref in self.pieces if (piece := ref()) is not None]
+    def _alive(self) -> list[_Memory]:
+        return [memory for ref in self.memories if (memory := ref()) is not None]
 
 
-class _Piece:
-    """A piece of memory that left: in memory, under way, on the tier, or back."""
+class _Memory:
+    """Memory that is moved: still in place, in flight, on the tier, or back."""
 
     def __init__(self, tensor: Tensor, key: _Key, tier: ActivationTier) -> None:
-        """Begin to write it."""
+        """Start to write it."""
         self._device = tensor.device
         self._num_bytes = key.num_bytes
         self._version = key.version
-        # While this is held, no other storage can come to be known by the same number.
+        # While this is held, no other storage can get the same address.
         self._ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         # Shares the counter of writes with the tensor that was saved.
         self._watched: Tensor | None = tensor
@@ -244,18 +241,18 @@ class _Piece:
         self._writing: Move = self._stored.begin_write(self._source)
 
     def __del__(self) -> None:
-        # Without one, it failed before it had any.
+        # Missing if __init__ failed before.
         if hasattr(self, "_stored"):
             self._stored.give_back()
 
-    def let_go(self) -> None:
-        """Return when it is written, and leave the memory it came from."""
+    def finish_write(self) -> None:
+        """Return when it is written and its source is free."""
         self._writing.wait()
         self._is_spoilt = self._is_changed()
         self._source = self._watched = None
 
-    def call_back(self) -> None:
-        """Begin to read it, unless it is there."""
+    def start_read(self) -> None:
+        """Start to read it, unless it is in memory."""
         if self._source is None and self._back is None:
             self._back = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
             self._reading = self._stored.begin_read(self._back)
@@ -268,10 +265,10 @@ class _Piece:
                 f"before it reached the tier of memory.offload_activations: use inplace=False"
             )
         if self._source is not None:
-            # Until it is written, the thread that writes it would hold on to what backward frees.
+            # Until it is written, the writing thread keeps alive what backward frees.
             self._writing.wait()
             return self._source
-        self.call_back()
+        self.start_read()
         assert self._back is not None
         if self._reading is not None:
             self._reading.wait()
@@ -283,13 +280,13 @@ class _Piece:
 
 
 def _bytes(tensor: Tensor, key: _Key) -> Tensor:
-    """Return a piece as a flat tensor of bytes, without copying it."""
+    """Return the memory as a flat tensor of bytes, without a copy."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), key.start, (key.num_bytes,), (1,))
 
 
 def _living(modules: Iterable[nn.Module], data: Iterable[Tensor]) -> set[int]:
-    """Return the storages that live whether a graph needs them or not."""
+    """Return the storages that live independently of a graph."""
     kept = [tensor for tensor in data if isinstance(tensor, Tensor)]
     for module in modules:
         kept += [*module.parameters(), *module.buffers()]
@@ -299,7 +296,7 @@ def _living(modules: Iterable[nn.Module], data: Iterable[Tensor]) -> set[int]:
 
 
 def _cached(part: nn.Module) -> list[Tensor]:
-    """Return what a module keeps beside its buffers, such as a table of positions."""
+    """Return the tensors that a module keeps besides its buffers, such as a table of positions."""
     mine = list(vars(part).values())
     others = [value for value in mine if not isinstance(value, (nn.Module, Tensor))]
     mine += [inner for value in others for inner in getattr(value, "__dict__", {}).values()]

@@ -1,9 +1,8 @@
-"""Any torch optimizer, over pieces of its parameters: the same settings, other tensors.
+"""Any torch optimizer, over slices of its parameters: the same settings, other tensors.
 
-An update by buckets never writes an optimizer anew. For each bucket it takes a shallow copy of the
-optimizer, gives it the pieces as parameters and their state from a slot, and lets it step. An
-optimizer that treats each element by itself may be given slices; any other gets whole parameters,
-which it must treat each by itself.
+For each bucket an update takes a shallow copy of the optimizer, gives it slices as parameters and
+their state from a slot, and steps it. An optimizer that treats each element by itself may be given
+slices; any other gets whole parameters, which it must treat one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-# Of exactly these types: a subclass may do something else with its elements.
+# Exactly these types: a subclass may treat its elements differently.
 _ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
 _OF_PARAMETERS = ("params", "param_names")
 
@@ -25,7 +24,7 @@ Named = tuple[str, nn.Parameter]
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Say whether slices of parameters are updated as the whole would be, bit by bit."""
+    """Return whether slices of parameters are updated as the whole would be, bit for bit."""
     return type(optimizer) in _ELEMENTWISE
 
 
@@ -57,19 +56,19 @@ def _over(group: Mapping[str, Any], pieces: Sequence[Named]) -> dict[str, Any]:
 
 
 def own_numbers(copy: Optimizer) -> State:
-    """Return what an optimizer may have changed in itself, beside groups and state."""
+    """Return the attributes of an optimizer other than groups and state."""
     return {k: v for k, v in copy.__dict__.items() if k not in ("param_groups", "state")}
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group says beside its parameters."""
+    """Return the entries of a group other than its parameters."""
     return {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
 
 
 def is_moved(entry: str, value: object, like: Tensor) -> bool:
-    """Say whether an entry of a parameter's state lives on the tier: one number for each of its.
+    """Return whether an entry of a parameter's state lives on the tier.
 
-    Counts of steps and the like stay in memory, as do entries of other shapes or dtypes.
+    Counts of steps stay in memory, as do entries of other shapes or dtypes than the parameter.
     """
     if entry == "step" or not isinstance(value, Tensor):
         return False
@@ -77,12 +76,12 @@ def is_moved(entry: str, value: object, like: Tensor) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Return an entry that a step may change without changing the given one."""
+    """Return a copy of an entry, which a step may change."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def foreseen_entries(optimizer: Optimizer) -> list[str]:
-    """Return the entries that an elementwise optimizer will make, found on one number; else []."""
+    """Return the entries an elementwise optimizer will make, found by a trial step; else []."""
     if not is_elementwise(optimizer):
         return []
     found: dict[str, None] = {}
@@ -100,7 +99,7 @@ def foreseen_entries(optimizer: Optimizer) -> list[str]:
 
 
 def _ones(state: State, like: Tensor) -> State:
-    """Return state for the dummy, of an optimizer that made its own at once."""
+    """Return state for the dummy, if the optimizer makes its state in its constructor."""
     return {
         entry: torch.ones(2, dtype=value.dtype, device=like.device)
         if is_moved(entry, value, like)

@@ -1,8 +1,8 @@
-"""The state of some parameters on a tier: for each entry, such as `exp_avg`, one region.
+"""The state of some parameters on a tier: one region for each entry, such as `exp_avg`.
 
-All regions have the same layout: one parameter after the other in the order of the update, each
-from a page on. So a bucket is one stretch of every region, moved at once, and the entry of a
-parameter is one stretch too, however many buckets it was cut into.
+All regions have the same layout: parameters in the order of the update, each aligned to a page. So
+a bucket is one contiguous range of every region, and so is the entry of a parameter, however many
+buckets it was cut into.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ganglion.execute.offload.tiers import Region, Tier, page_buffer
 
 
 class Member(NamedTuple):
-    """A parameter, as far as its state is concerned."""
+    """Name, shape and dtype of a parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,12 +27,12 @@ class Member(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """How many numbers it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def room_bytes(self) -> int:
-        """What it takes up in a region."""
+        """The bytes it takes up in a region."""
         return padded(self.num_elements) * self.dtype.itemsize
 
 
@@ -40,7 +40,7 @@ class StateStore:
     """Entries by name, each of them for all members."""
 
     def __init__(self, tier: Tier, members: Sequence[Member]) -> None:
-        """Lay out the members, in order; no entry is there yet."""
+        """Lay out the members in order, without any entry."""
         self._tier = tier
         self._members = members
         ends, self._starts = 0, list[int]()
@@ -52,20 +52,20 @@ class StateStore:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes of the tier are reserved."""
+        """The bytes of the tier that are reserved."""
         return self._tier.num_bytes
 
     def describe(self) -> str:
-        """Say where the entries are."""
+        """Return where the entries are, for the log."""
         return self._tier.describe()
 
     def reserve(self, entry: str) -> None:
-        """Make room for an entry of all members, if there is none."""
+        """Reserve an entry of all members, if it is not yet there."""
         if entry not in self._regions:
             self._regions[entry] = self._tier.reserve(self._num_bytes)
 
     def view(self, entry: str, number: int) -> Tensor:
-        """Return the entry of a member, shaped like it: the tier itself, not a copy."""
+        """Return the entry of a member, shaped like it: a view of the tier."""
         self.reserve(entry)
         member, start = self._members[number], self._starts[number]
         stop = start + member.num_elements * member.dtype.itemsize
@@ -73,33 +73,33 @@ class StateStore:
         return whole[start:stop].view(member.dtype).view(member.shape)
 
     def read(self, entry: str, bucket: UpdateBucket, out: Tensor) -> int:
-        """Fill the bytes `out` with a bucket of an entry; return how many there were."""
+        """Fill the bytes `out` with a bucket of an entry; return the bytes read."""
         start, size = self._stretch(bucket)
         self._regions[entry].read_into(start, out[:size])
         return size
 
     def write(self, entry: str, bucket: UpdateBucket, source: Tensor) -> int:
-        """Write a bucket of an entry back; return how many bytes there were."""
+        """Write a bucket of an entry back; return the bytes written."""
         start, size = self._stretch(bucket)
         self._regions[entry].write_from(start, source[:size])
         return size
 
     def tensors(self) -> list[Tensor]:
-        """Return all entries, each as bytes: the tier itself."""
+        """Return all entries, each as bytes: views of the tier."""
         return [region.tensor() for region in self._regions.values()]
 
     def release(self) -> None:
-        """Give back the memory that views of entries took."""
+        """Free the memory that views of entries took."""
         for region in self._regions.values():
             region.release()
 
     def close(self) -> None:
-        """Give the tier back."""
+        """Close the tier."""
         self._regions.clear()
         self._tier.close()
 
     def bucket_bytes(self, bucket: UpdateBucket) -> int:
-        """Return what one entry of a bucket takes up."""
+        """Return the bytes of one entry of a bucket."""
         return self._stretch(bucket)[1]
 
     def _stretch(self, bucket: UpdateBucket) -> tuple[int, int]:
@@ -110,10 +110,10 @@ class StateStore:
 
 
 class Slot:
-    """Room on the device for one bucket: the same bytes again and again, by entry."""
+    """Memory on the device for one bucket, by entry, used again for every bucket."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Take no memory before an entry is asked for."""
+        """Allocate an entry when it is first used."""
         self._num_bytes = num_bytes
         self._device = device
         self._rooms: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ class Slot:
         return self._rooms[entry]
 
     def rooms(self) -> list[Tensor]:
-        """Return the bytes of all entries that were asked for."""
+        """Return the bytes of all entries in use."""
         return list(self._rooms.values())
 
     def piece(self, entry: str, bucket: UpdateBucket, number: int, member: Member) -> Tensor:

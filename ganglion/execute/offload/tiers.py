@@ -42,7 +42,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Region(Protocol):
-    """Some bytes of a tier; starts and sizes of moves are multiples of a page."""
+    """A range of bytes of a tier; starts and sizes of moves are multiples of a page."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,14 +55,14 @@ class Region(Protocol):
         """Copy a flat tensor of bytes into the region, beginning at byte `start`."""
 
     def tensor(self) -> Tensor:
-        """Return the whole as a flat tensor of bytes that the tier backs: no copy."""
+        """Return the whole as a flat tensor of bytes, a view of the tier."""
 
     def release(self) -> None:
-        """Give back the memory that using `tensor` took; what was written through it stays."""
+        """Free the memory that `tensor` took; what was written through it stays."""
 
 
 class Tier(Protocol):
-    """A place for regions."""
+    """Storage for regions."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,14 +72,14 @@ class Tier(Protocol):
         """Return a new region; raise OffloadError if there is no room for it."""
 
     def describe(self) -> str:
-        """Say what and where it is, for the log."""
+        """Return what and where it is, for the log."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
 
 
 def page_buffer(num_bytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
-    """Return a flat tensor of bytes that begins on a page, as direct input and output want it."""
+    """Return a flat tensor of bytes that begins on a page, as direct input and output need."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     room = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -112,11 +112,11 @@ class HostTier:
         return region
 
     def describe(self) -> str:
-        """Say what it is."""
+        """Return what it is, for the log."""
         return "pinned host memory" if self._pins else "host memory"
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._regions.clear()
 
 
@@ -145,10 +145,10 @@ class HostRegion:
 
 
 class DiskTier:
-    """A nameless file in a folder."""
+    """An unlinked file in a folder."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Make the file, empty; buffers of a GPU pass through pinned memory."""
+        """Create the empty file; buffers of a GPU pass through pinned memory."""
         self.folder = folder
         self._device = device
         self._size = 0
@@ -178,12 +178,12 @@ class DiskTier:
         return DiskRegion(self, start, num_bytes)
 
     def describe(self) -> str:
-        """Say where it is and how it is moved."""
+        """Return where it is and how it is moved, for the log."""
         how = "buffered" if self.direct is None else "direct"
         return f"disk, {how}, a scratch file in {self.folder}"
 
     def close(self) -> None:
-        """Give the room on the disk back, once nobody uses a tensor of it."""
+        """Close the file; its space is free once no tensor of it is in use."""
         for file in (self.file, self.direct):
             if file is not None and file >= 0:
                 os.close(file)
@@ -212,9 +212,9 @@ class DiskTier:
             self.forget(position, len(view))
 
     def forget(self, position: int, num_bytes: int) -> None:
-        """Ask the kernel to write out what waits for it, and to drop the rest from its cache."""
+        """Ask the kernel to write out dirty pages and to drop the others from its cache."""
         if hasattr(os, "posix_fadvise"):
-            # From the move before on: its pages may be written by now.
+            # With the move before: its pages may be written by now.
             before = max(0, position - num_bytes)
             end = position + num_bytes
             os.posix_fadvise(self.file, before, end - before, os.POSIX_FADV_DONTNEED)
@@ -246,7 +246,7 @@ class DiskTier:
 
 
 class DiskRegion:
-    """A stretch of the file."""
+    """A range of the file."""
 
     def __init__(self, tier: DiskTier, start: int, num_bytes: int) -> None:
         """Begin at byte `start` of the file."""
@@ -272,11 +272,11 @@ class DiskRegion:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Unmap what was touched, and let the cache drop it."""
+        """Unmap the pages in use, and let the cache drop them."""
         if self._map is None:
             return
         if hasattr(mmap, "MADV_DONTNEED"):
-            # Of a shared mapping this loses nothing: what was changed stays in the cache.
+            # A shared mapping loses nothing: changed pages stay in the cache.
             self._map.madvise(mmap.MADV_DONTNEED)
         self._tier.forget(self._start, self.num_bytes)
 
@@ -287,7 +287,7 @@ class DiskRegion:
 
 
 def _open_direct(path: str) -> int | None:
-    """Open a file past the page cache, if its file system can."""
+    """Open a file for direct input and output, if its file system can."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:

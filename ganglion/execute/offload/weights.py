@@ -1,4 +1,4 @@
-"""Where the weights and gradients of a piece come from: the device, or a master in the slot."""
+"""The weights and gradients of a slice: on the device, or a master in the slot."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WIDE = "gradient"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One slice of a bucket: which, of what member, in which slot."""
+class BucketSlice:
+    """One slice of a bucket, with its member and its slot."""
 
     bucket: UpdateBucket
     number: int
@@ -31,39 +31,39 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What an optimizer sees: the shape of the parameter, if the piece is all of it."""
+        """The shape an optimizer sees: that of the parameter, if the slice is all of it."""
         part = self.bucket.slices[self.number]
         size = part.stop - part.start
         return self.member.shape if size == self.member.num_elements else (size,)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the part of a tensor that is shaped like the member: a view."""
+        """Return this slice of a tensor that is shaped like the member, as a view."""
         if self.shape == self.member.shape:
-            return whole  # as it is, also if it does not lie in one stretch
+            return whole  # also if it is not contiguous
         part = self.bucket.slices[self.number]
         return whole.view(-1)[part.start : part.stop]
 
     def room(self, entry: str, slot: Slot | None = None) -> Tensor:
-        """Return the room of an entry of it; in its own slot unless another is given."""
+        """Return the memory of an entry, in its own slot unless another is given."""
         found = (slot or self.slot).piece(entry, self.bucket, self.number, self.member)
         return found.view(self.shape)
 
 
 class Weights(Protocol):
-    """Gives the optimizer what it works on, and takes what it made."""
+    """Gives an optimizer weights and gradients, and stores the updated weights."""
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """What is moved with the state."""
+        """The entries that are moved with the state."""
 
-    def weight(self, piece: Piece) -> Tensor:
-        """Return the weights of a piece, to be updated in place."""
+    def weight(self, piece: BucketSlice) -> Tensor:
+        """Return the weights of a slice, to be updated in place."""
 
-    def gradient(self, piece: Piece) -> Tensor:
+    def gradient(self, piece: BucketSlice) -> Tensor:
         """Return their gradients."""
 
-    def put_back(self, piece: Piece) -> None:
-        """Take note that the weights of a piece are updated."""
+    def put_back(self, piece: BucketSlice) -> None:
+        """Store the updated weights of a slice."""
 
 
 class ResidentWeights:
@@ -75,22 +75,22 @@ class ResidentWeights:
         """Take the parameters in the order of the members."""
         self._parameters = parameters
 
-    def weight(self, piece: Piece) -> Tensor:
+    def weight(self, piece: BucketSlice) -> Tensor:
         """Return a view of the parameter."""
         return piece.of(self._parameters[piece.owner].detach())
 
-    def gradient(self, piece: Piece) -> Tensor:
+    def gradient(self, piece: BucketSlice) -> Tensor:
         """Return a view of its gradient."""
         gradient = self._parameters[piece.owner].grad
         assert gradient is not None, f"{piece.member.name} has no gradient"
         return piece.of(gradient)
 
-    def put_back(self, piece: Piece) -> None:
+    def put_back(self, piece: BucketSlice) -> None:
         """Do nothing: the parameter itself was updated."""
 
 
 class MasterWeights:
-    """Half-precision weights on the device, which follow a master that moves with the state."""
+    """Half-precision weights on the device, with a master that moves with the state."""
 
     entries: tuple[str, ...] = (MASTER,)
 
@@ -102,16 +102,16 @@ class MasterWeights:
         # Wide gradients: one bucket is updated at a time, so one room serves all slots.
         self.shared: Slot | None = None
 
-    def weight(self, piece: Piece) -> Tensor:
+    def weight(self, piece: BucketSlice) -> Tensor:
         """Return the master in the slot."""
         return piece.room(MASTER)
 
-    def gradient(self, piece: Piece) -> Tensor:
+    def gradient(self, piece: BucketSlice) -> Tensor:
         """Return the gradient in full precision, times the factor."""
         wide = piece.room(_WIDE, self.shared)
         wide.copy_(piece.of(self._gradients(piece.owner)))
         return wide if self.factor is None else wide.mul_(self.factor)
 
-    def put_back(self, piece: Piece) -> None:
-        """Let the half-precision weights follow."""
+    def put_back(self, piece: BucketSlice) -> None:
+        """Copy the master to the half-precision weights."""
         piece.of(self._halves(piece.owner)).copy_(piece.room(MASTER))

@@ -25,7 +25,7 @@ from ganglion.decide.topology import (
 from ganglion.errors import ConfigError
 from ganglion.execute.comm import World
 from ganglion.execute.tensor.grid import Grid, TensorSettings
-from ganglion.execute.tensor.pieces import Pieces
+from ganglion.execute.tensor.pieces import Cutter
 from ganglion.execute.tensor.products import form_of, why_not_split
 from ganglion.execute.tensor.replace import Replacer
 from ganglion.execute.tensor.weights import Weights
@@ -103,8 +103,8 @@ class _Splitter:
         self._grid = grid
         self._cuts = cuts
         self._used: set[str] = set()
-        self._pieces = Pieces(grid)
-        self._replacer = Replacer(grid, self.weights, self._pieces)
+        self._cutter = Cutter(grid)
+        self._replacer = Replacer(grid, self.weights, self._cutter)
         self._seen: dict[int, tuple[nn.Module, nn.Module]] = {}  # a module may occur twice
 
     def split(self, name: str, module: nn.Module) -> nn.Module:
@@ -135,7 +135,7 @@ class _Splitter:
     def place(self, blocks: Mapping[str, nn.Module]) -> None:
         """Note where each parameter and buffer lives."""
         for name, tensor in _tensors(blocks):
-            self.report.placements[name] = self._pieces.placement_of(tensor)
+            self.report.placements[name] = self._cutter.placement_of(tensor)
 
     def choose_kept(self, blocks: Mapping[str, nn.Module]) -> None:
         """Decide what stays gathered, if this rank uses all of the blocks."""
@@ -183,7 +183,7 @@ class _Splitter:
         """Say how the weight of a module is stored along z."""
         weight, z = made.weight, self._grid.mesh.z
         assert isinstance(weight, Tensor)
-        is_split = any(shard.axis == "z" for shard in self._pieces.placement_of(weight).shards)
+        is_split = any(shard.axis == "z" for shard in self._cutter.placement_of(weight).shards)
         if is_split or z == 1:
             return f"stored over z={z}"
         return f"stored whole along z={z}, which does not divide its {weight.shape[0]} rows"

@@ -20,7 +20,7 @@ class _Made:
     name: str
 
 
-class Pieces:
+class Cutter:
     """Cuts parameters, each once: modules that share a whole parameter share its piece."""
 
     def __init__(self, grid: Grid) -> None:

@@ -30,7 +30,7 @@ from ganglion.execute.tensor.norms import (
     SplitRMSNorm,
     whole_groups,
 )
-from ganglion.execute.tensor.pieces import Pieces
+from ganglion.execute.tensor.pieces import Cutter
 from ganglion.execute.tensor.products import Form, form_of, why_not_split
 from ganglion.execute.tensor.tuning import tuned
 from ganglion.execute.tensor.weights import StoredWeight, Weights
@@ -39,11 +39,11 @@ from ganglion.execute.tensor.weights import StoredWeight, Weights
 class Replacer:
     """Makes split modules out of whole ones."""
 
-    def __init__(self, grid: Grid, weights: Weights, pieces: Pieces) -> None:
-        """Store weights in `weights`, and every piece in `pieces`."""
+    def __init__(self, grid: Grid, weights: Weights, cutter: Cutter) -> None:
+        """Store weights in `weights`, and cut with `cutter`."""
         self._grid = grid
         self._weights = weights
-        self._pieces = pieces
+        self._cutter = cutter
 
     def replaced(self, name: str, module: nn.Module, cut: Cut) -> nn.Module:
         """Return what takes the place of a module: another, or the same with other contents."""
@@ -127,7 +127,7 @@ class Replacer:
         norm.weight, norm.bias = weight, bias
         for part in ("running_mean", "running_var"):
             whole: Tensor | None = getattr(module, part)
-            setattr(norm, part, self._pieces.buffer(f"{name}.{part}", whole, *shards))
+            setattr(norm, part, self._cutter.buffer(f"{name}.{part}", whole, *shards))
         norm.num_features //= self._grid.size(cut.axis)
         return module
 
@@ -171,8 +171,8 @@ class Replacer:
     def _stored(
         self, name: str, whole: nn.Parameter, shards: tuple[Shard, ...], label: str = ""
     ) -> StoredWeight:
-        piece = self._pieces.weight(name, whole, *shards)
-        axes = {shard.axis for shard in self._pieces.placement_of(piece).shards}
+        piece = self._cutter.weight(name, whole, *shards)
+        axes = {shard.axis for shard in self._cutter.placement_of(piece).shards}
         return self._weights.store(piece, name=name, is_split="z" in axes, label=label)
 
     def _vector(
@@ -180,7 +180,7 @@ class Replacer:
     ) -> nn.Parameter | None:
         whole = getattr(module, part, None)
         shards = () if axis is None else (Shard(0, axis, sections),)
-        return self._pieces.vector(f"{name}.{part}", whole, *shards)
+        return self._cutter.vector(f"{name}.{part}", whole, *shards)
 
 
 def _weight_shards(form: Form, cut: LinearCut) -> tuple[Shard, ...]:

@@ -17,7 +17,7 @@ from ganglion.decide.topology import TENSOR_AXES
 from ganglion.errors import CheckpointError
 from ganglion.execute.checkpoint import (
     JSON,
-    Places,
+    RankPlacements,
     Saveable,
     SavedState,
     changed_settings,
@@ -209,9 +209,9 @@ def _outer_state(parts: RunParts) -> dict[str, Tensor]:
     return {name: t for each in parts.averaged for name, t in each.outer_state().items()}
 
 
-def _places(parts: RunParts) -> Places:
+def _places(parts: RunParts) -> RankPlacements:
     assert not parts.placements or set(parts.parameters) <= set(parts.placements)
-    return Places(parts.placements, parts.world.mesh, parts.world.coordinates)
+    return RankPlacements(parts.placements, parts.world.mesh, parts.world.coordinates)
 
 
 def _check_feedback(parts: RunParts, path: Path) -> None:

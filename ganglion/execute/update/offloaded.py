@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from ganglion.execute.gradients import GradientBuckets
 from ganglion.execute.offload import (
-    Conveyor,
+    BucketMover,
     Member,
-    OptimizerFreight,
+    OptimizerBuckets,
     ResidentWeights,
     StateStore,
     Weights,
@@ -87,7 +87,7 @@ class StateOnTier:
         summed.
         """
         self._optimizers = optimizers
-        self.freight = OptimizerFreight(
+        self.moved = OptimizerBuckets(
             optimizers,
             self.members,
             [templates[name] for name in self.names],
@@ -98,39 +98,39 @@ class StateOnTier:
         )
         needed = [
             max(chunk_of[self.names[part.member]] for part in bucket.slices)
-            for bucket in self.freight.buckets
+            for bucket in self.moved.buckets
         ]
         # A bucket is updated after those before it, so it needs what they need.
         self._chunk_of = [max(needed[: number + 1]) for number in range(len(needed))]
-        self._conveyor = Conveyor(self.freight, self.device, self._recorder, self._timeout_s)
+        self._mover = BucketMover(self.moved, self.device, self._recorder, self._timeout_s)
         logger.info(
             "optimizer state on %s: %.1f MiB, moved in buckets of %.1f MiB an entry (%d of them)",
             self.store.describe(),
             self.store.num_bytes / MIB,
-            self.freight.slot_bytes / MIB,
-            len(self.freight.buckets),
+            self.moved.slot_bytes / MIB,
+            len(self.moved.buckets),
         )
 
     def begin(self) -> None:
         """Begin to read the first buckets, unless that is done."""
-        if not self._conveyor.is_begun:
-            self.freight.prepare()
-            self._conveyor.begin(self._chunk_of)
+        if not self._mover.is_begun:
+            self.moved.prepare()
+            self._mover.begin(self._chunk_of)
 
     def update(self, wait: Wait) -> None:
         """Update all buckets; `wait(n)` returns when a bucket of gradients holds its sums."""
         self.begin()
-        self._conveyor.run(wait)
-        self.freight.commit()
+        self._mover.run(wait)
+        self.moved.commit()
 
     def check(self) -> None:
         """Refuse to go on, or to be saved, after an update that failed half-way."""
-        self._conveyor.check()
+        self._mover.check()
 
     def on_load(self) -> None:
         """Take state that was loaded to the tier, if it is not there already."""
-        self._conveyor.cancel()
-        self.freight.adopt()
+        self._mover.cancel()
+        self.moved.adopt()
         self.store.release()
 
     def on_saved(self) -> None:
@@ -139,19 +139,19 @@ class StateOnTier:
 
     def room(self, name: str, entry: str) -> Tensor | None:
         """Return where a load should put an entry that is shaped like its parameter."""
-        return self.freight.view(self.names.index(name), entry) if name in self.names else None
+        return self.moved.view(self.names.index(name), entry) if name in self.names else None
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tier, the buckets in flight, and what stays in memory, by category."""
         return {
             "lower_tier": self.store.tensors(),
-            "buckets": self.freight.rooms(),
+            "buckets": self.moved.rooms(),
             "moments": state_tensors(self._optimizers),
         }
 
     def close(self) -> None:
         """End the threads, and give back what the tier holds."""
-        self._conveyor.close()
+        self._mover.close()
         self.store.close()
 
 

@@ -47,7 +47,7 @@ class OffloadedMasterUpdate(OnMasters):
         self._next: Mapping[str, Tensor] = {}
         self._weights = MasterWeights(self._half, self._gradient)
         state.carry(self.optimizers, masters, self._weights, chunks_of(parameters, buckets))
-        self._weights.shared = Slot(state.freight.slot_bytes, state.device)
+        self._weights.shared = Slot(state.moved.slot_bytes, state.device)
 
     def step(
         self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ganglion.execute.offload import ActivationOffload, Hooks, Trip
+from ganglion.execute.offload import ActivationOffload, Hooks, SavedTensors
 from ganglion.execute.pipeline.blocks.recompute import RecomputedSegment
 from ganglion.execute.pipeline.blocks.weight_gradients import Deferral, WeightStore
 
@@ -78,11 +78,11 @@ class Chain:
 
         With a deferral, the weight halves of the backward will go to `half`.
         """
-        with self._saving(hidden, target, half) as trip:
+        with self._saving(hidden, target, half) as saved:
             if any(part.segment for part in self._parts):
-                return self._forward_parts(hidden, target, seed, half, trip)
+                return self._forward_parts(hidden, target, seed, half, saved)
             with self._collecting(half), self._autocast():
-                hidden = self._run(self._numbers, hidden, seed, trip)
+                hidden = self._run(self._numbers, hidden, seed, saved)
             return self._end(hidden, target)
 
     @torch.no_grad()
@@ -99,34 +99,36 @@ class Chain:
         target: Tensor | None,
         seed: Seed,
         half: WeightStore | None,
-        trip: Trip | None,
+        saved: SavedTensors | None,
     ) -> Tensor:
-        def forward_of(numbers: range, trip: Trip | None) -> Callable[[Tensor], Tensor]:
+        def forward_of(numbers: range, saved: SavedTensors | None) -> Callable[[Tensor], Tensor]:
             def forward(hidden: Tensor) -> Tensor:
                 # Autocast by part: what it casts and caches without a graph must not be used with.
                 with self._collecting(half), self._autocast():
-                    output = self._run(numbers, hidden, seed, trip)
+                    output = self._run(numbers, hidden, seed, saved)
                 return output if numbers.stop < self._numbers.stop else self._end(output, target)
 
             return forward
 
         anchors = () if half is None else (half.anchor,)
         for part in self._parts:
-            forward = forward_of(part.numbers, None if part.segment else trip)
+            forward = forward_of(part.numbers, None if part.segment else saved)
             if part.segment is None:
                 hidden = forward(hidden)
                 continue
-            if trip is not None:
-                trip.begin_part()
+            if saved is not None:
+                saved.begin_part()
             hidden = part.segment.run(forward, hidden, anchors)
         return hidden
 
-    def _run(self, numbers: range, hidden: Tensor, seed: Seed, trip: Trip | None = None) -> Tensor:
+    def _run(
+        self, numbers: range, hidden: Tensor, seed: Seed, saved: SavedTensors | None = None
+    ) -> Tensor:
         for number in numbers:
-            if trip is not None:
-                trip.begin_part()
+            if saved is not None:
+                saved.begin_part()
             seed(number)
-            hooks = None if trip is None else trip.hooks
+            hooks = None if saved is None else saved.hooks
             hidden = self._call(self.blocks[number - self._first_block], hidden, hooks)
         return hidden
 
@@ -138,7 +140,7 @@ class Chain:
     @contextmanager
     def _saving(
         self, hidden: Tensor, target: Tensor | None, half: WeightStore | None
-    ) -> Iterator[Trip | None]:
+    ) -> Iterator[SavedTensors | None]:
         """Yield what takes saved tensors, part by part, if anything does."""
         if self._offload is None:
             yield None
@@ -146,9 +148,9 @@ class Chain:
         modules = [*self.blocks, *([self._loss_fn] if isinstance(self._loss_fn, nn.Module) else [])]
         data = [t for t in (hidden, target) if t is not None and not t.requires_grad]
         # Weight halves read their inputs long after the input halves of their part.
-        trip = self._offload.trip(modules, data, ahead=half is None)
-        with trip.saving():
-            yield trip
+        saved = self._offload.saved_tensors(modules, data, ahead=half is None)
+        with saved.saving():
+            yield saved
 
     def _collecting(self, half: WeightStore | None) -> AbstractContextManager[object]:
         if half is None:

@@ -1,9 +1,9 @@
-"""What the conveyor carries for optimizers: read state, step over pieces, write state back.
+"""The state of optimizers by buckets: read state, step over slices, write state back.
 
 State belongs to an optimizer's own parameters, its templates: `optimizer.state[p]["exp_avg"]` is
-always a view of the tier, so that whoever saves or fills it sees what updates see. Entries of other
-shapes, as counts of steps, stay in memory; each piece steps with a copy of them, and the last
-copies count.
+always a view of the tier, so that saving and loading see what updates see. Entries of other shapes,
+such as counts of steps, stay in memory; each slice steps with a copy of them, and the last copies
+are kept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ganglion.execute.offload.sliced_optimizer import (
     settings,
 )
 from ganglion.execute.offload.store import Member, Slot, StateStore
-from ganglion.execute.offload.weights import Piece, Weights
+from ganglion.execute.offload.weights import BucketSlice, Weights
 
 
-class OptimizerFreight:
+class OptimizerBuckets:
     """The state of some optimizers, by buckets."""
 
     def __init__(
@@ -43,7 +43,7 @@ class OptimizerFreight:
         bucket_size: int,
         device: torch.device,
     ) -> None:
-        """Cut the parameters of some optimizers: their `templates`, described by `members`."""
+        """Cut the parameters of some optimizers, `templates`, described by `members`."""
         self._optimizers = optimizers
         self._members = members
         self._store = store
@@ -71,7 +71,7 @@ class OptimizerFreight:
     # --- around an update ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Find out what there is to read for the next update."""
+        """List the entries to read for the next update."""
         self.adopt()
         self._present = []
         for bucket in self.buckets:
@@ -83,7 +83,7 @@ class OptimizerFreight:
             self._present.append(tuple(entries))
 
     def commit(self) -> None:
-        """Let the optimizers have the state that an update left, once all buckets are written."""
+        """Store the state after an update in the optimizers, once all buckets are written."""
         for member, fresh in self._fresh.items():
             self._state(member).update(fresh)
         for number, own in self._own.items():
@@ -93,7 +93,7 @@ class OptimizerFreight:
         self._fresh, self._own, self._settings = {}, {}, {}
 
     def adopt(self) -> None:
-        """Bring state to the tier that somebody else made: a constructor, or a load."""
+        """Move state to the tier that a constructor or a load has made."""
         is_new = False
         for number, template in enumerate(self._templates):
             state = self._state(number)
@@ -113,29 +113,31 @@ class OptimizerFreight:
         return self._views[key]
 
     def rooms(self) -> list[Tensor]:
-        """Return the memory that buckets pass through."""
+        """Return the memory of the slots."""
         return [room for slot in self._slots for room in slot.rooms()]
 
     # --- moves ---------------------------------------------------------------------------------
 
     def read(self, bucket: int, slot: int) -> int:
-        """Bring the state of a bucket into a slot; return the bytes moved."""
+        """Read the state of a bucket into a slot; return the bytes moved."""
         return sum(
             self._store.read(entry, self.buckets[bucket], self._slots[slot].room(entry))
             for entry in self._present[bucket]
         )
 
     def write(self, bucket: int, slot: int) -> int:
-        """Bring the state of a bucket back; return the bytes moved."""
+        """Write the state of a bucket back; return the bytes moved."""
         return sum(
             self._store.write(entry, self.buckets[bucket], self._slots[slot].room(entry))
             for entry in self._written.pop(bucket)
         )
 
     def update(self, bucket: int, slot: int) -> None:
-        """Let every optimizer step over its pieces of a bucket."""
+        """Step every optimizer over its slices of a bucket."""
         cut, room = self.buckets[bucket], self._slots[slot]
-        pieces = [Piece(cut, n, self._members[s.member], room) for n, s in enumerate(cut.slices)]
+        pieces = [
+            BucketSlice(cut, n, self._members[s.member], room) for n, s in enumerate(cut.slices)
+        ]
         written = dict.fromkeys(self._weights.entries)
         for optimizer, groups in self._dealt(pieces).items():
             written |= dict.fromkeys(self._step(optimizer, groups))
@@ -144,16 +146,16 @@ class OptimizerFreight:
         self._written[bucket] = list(written)
 
     def describe(self, bucket: int) -> str:
-        """Name a bucket by its parameters."""
+        """Return the name of a bucket, with its parameters."""
         names = [self._members[part.member].name for part in self.buckets[bucket].slices]
         last = f" to {names[-1]}" if len(names) > 1 else ""
         return f"bucket {bucket} of {len(self.buckets)} ({names[0]}{last})"
 
     # --- parts ---------------------------------------------------------------------------------
 
-    def _step(self, optimizer: int, groups: Mapping[int, Sequence[Piece]]) -> list[str]:
-        """Let one optimizer step over its pieces; return the entries to write back."""
-        made: list[tuple[Piece, nn.Parameter]] = []
+    def _step(self, optimizer: int, groups: Mapping[int, Sequence[BucketSlice]]) -> list[str]:
+        """Step one optimizer over its slices; return the entries to write back."""
+        made: list[tuple[BucketSlice, nn.Parameter]] = []
         state: dict[nn.Parameter, State] = {}
         parameters: dict[int, list[Named]] = {}
         for group, pieces in groups.items():
@@ -170,13 +172,13 @@ class OptimizerFreight:
             self._settings[optimizer, group] = settings(changed)
         return [e for piece, p in made for e in self._keep(piece, p, copy.state.get(p, {}))]
 
-    def _parameter(self, piece: Piece) -> nn.Parameter:
+    def _parameter(self, piece: BucketSlice) -> nn.Parameter:
         parameter = nn.Parameter(self._weights.weight(piece))
         parameter.grad = self._weights.gradient(piece)
         return parameter
 
-    def _piece_state(self, piece: Piece) -> State:
-        """Return the state of a piece: from the slot, and copies of what stays in memory."""
+    def _piece_state(self, piece: BucketSlice) -> State:
+        """Return the state of a slice: from the slot, and copies of entries in memory."""
         template = self._templates[piece.owner]
         return {
             entry: piece.room(entry)
@@ -185,18 +187,18 @@ class OptimizerFreight:
             for entry, value in self._state(piece.owner).items()
         }
 
-    def _in_memory(self, piece: Piece, value: object) -> object:
-        """Return a copy of an entry that is not moved, where the optimizer wants it."""
+    def _in_memory(self, piece: BucketSlice, value: object) -> object:
+        """Return a copy of an entry that is not moved, on the device that the optimizer needs."""
         optimizer, number = self._at[piece.owner]
         group = self._optimizers[optimizer].param_groups[number]
-        # Of fused updates on a GPU, counts live there too, but a load made them on the host.
+        # Fused updates need their counts on the GPU, but a load makes them on the host.
         on_device = group.get("fused") or group.get("capturable")
         if on_device and isinstance(value, Tensor):
             return value.to(self._device, copy=True)
         return copied(value)
 
-    def _keep(self, piece: Piece, parameter: nn.Parameter, state: State) -> list[str]:
-        """Take the state of a piece after its step; return which entries are in the slot."""
+    def _keep(self, piece: BucketSlice, parameter: nn.Parameter, state: State) -> list[str]:
+        """Keep the state of a slice after its step; return which entries are in the slot."""
         moved = []
         fresh = self._fresh.setdefault(piece.owner, {})
         for entry, value in state.items():
@@ -215,9 +217,9 @@ class OptimizerFreight:
         found: State = optimizer.state[self._templates[member]]
         return found
 
-    def _dealt(self, pieces: Sequence[Piece]) -> dict[int, dict[int, list[Piece]]]:
-        """Return pieces by the number of their optimizer and of its group."""
-        dealt: dict[int, dict[int, list[Piece]]] = {}
+    def _dealt(self, pieces: Sequence[BucketSlice]) -> dict[int, dict[int, list[BucketSlice]]]:
+        """Return slices by the numbers of their optimizer and its group."""
+        dealt: dict[int, dict[int, list[BucketSlice]]] = {}
         for piece in pieces:
             optimizer, group = self._at[piece.owner]
             dealt.setdefault(optimizer, {}).setdefault(group, []).append(piece)
@@ -233,7 +235,7 @@ class OptimizerFreight:
 
 
 def _places(optimizers: Sequence[Optimizer]) -> dict[int, tuple[int, int]]:
-    """Return optimizer and group of every parameter, by its identity."""
+    """Return the numbers of optimizer and group of every parameter, by its id."""
     return {
         id(parameter): (number, group_number)
         for number, optimizer in enumerate(optimizers)

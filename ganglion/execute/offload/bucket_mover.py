@@ -1,12 +1,12 @@
-"""The conveyor: runs bucket programs, reads and writes on threads, updates on the caller's.
+"""Runs bucket programs: reads and writes on threads, updates on the caller's thread.
 
     read lane      moves the state of bucket b + 1 into its slot     \\
     caller         updates bucket b, once its gradients are summed    > at the same time
     write lane     moves the state of bucket b - 1 back to the tier  /
 
-Whoever finishes a move asks the program for the next ones, so reads go on while the caller waits
-for gradients. What fails on a thread is raised by the caller's next wait, with the bucket; every
-wait has a deadline.
+The thread that finishes a move starts the next ones, so reads go on while the caller waits for
+gradients. A failure on a thread is raised by the caller's next wait, with the bucket; every wait
+has a deadline.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ Work = Callable[[], None]
 _JOIN_S = 5.0
 
 
-class Freight(Protocol):
-    """What is moved: the state of buckets, each in the slot that the program gave it."""
+class BucketState(Protocol):
+    """The state of buckets, each moved to and from the slot that the program assigned to it."""
 
     def read(self, bucket: int, slot: int) -> int:
-        """Bring the state of a bucket into a slot; return the bytes moved."""
+        """Read the state of a bucket into a slot; return the bytes moved."""
 
     def update(self, bucket: int, slot: int) -> None:
         """Update the weights of a bucket, and its state in the slot."""
 
     def write(self, bucket: int, slot: int) -> int:
-        """Bring the state of a bucket back; return the bytes moved."""
+        """Write the state of a bucket back; return the bytes moved."""
 
     def describe(self, bucket: int) -> str:
-        """Name a bucket for an error message."""
+        """Return the name of a bucket for an error message."""
 
 
-class Conveyor:
-    """Carries one update after the other."""
+class BucketMover:
+    """Moves the state of one update after the other."""
 
     def __init__(
-        self, freight: Freight, device: torch.device, recorder: Recorder, timeout_s: float
+        self, state: BucketState, device: torch.device, recorder: Recorder, timeout_s: float
     ) -> None:
-        """Carry `freight`; a wait for a move longer than `timeout_s` is an error."""
-        self._freight = freight
+        """Move `state`; a wait for a move longer than `timeout_s` is an error."""
+        self._state = state
         self._device = device
         self._recorder = recorder
         self._timeout_s = timeout_s
@@ -69,7 +69,7 @@ class Conveyor:
         return self._program is not None
 
     def begin(self, chunk_of: Sequence[int]) -> None:
-        """Begin to read for the next update; see BucketProgram for the chunks."""
+        """Start reading for the next update; see BucketProgram for the chunks."""
         assert self._program is None, "one update after the other"
         with self._changed:
             self._raise_failure()
@@ -78,7 +78,7 @@ class Conveyor:
             self._start_moves()
 
     def run(self, wait_for_chunk: Callable[[int], None]) -> None:
-        """Make the update that was begun; `wait_for_chunk(n)` returns when a chunk is summed."""
+        """Complete the update; `wait_for_chunk(n)` returns when chunk n is summed."""
         program = self._program
         assert program is not None, "begin first"
         self.check()
@@ -91,33 +91,33 @@ class Conveyor:
         self._program = None
 
     def cancel(self) -> None:
-        """Forget what was read ahead: the state is about to change, or was changed, outside."""
+        """Discard what was read ahead, because the state changes or has changed elsewhere."""
         program = self._program
         if program is None or self._failure is not None:
             return
         assert not program.is_touched, "an update that has begun must end"
-        self._tell(lambda: program.on_verdict(False))
+        self._advance(lambda: program.on_verdict(False))
         self._wait_for(lambda: program.done, "the last read")
         self._program = None
 
     def check(self) -> None:
-        """Raise what failed, if something did: weights and state are those of half an update."""
+        """Raise the failure, if any: weights and state are those of half an update."""
         with self._changed:
             self._raise_failure()
 
     def close(self) -> None:
-        """End the threads, whatever is under way."""
+        """Stop the threads."""
         for lane in self._lanes.values():
             lane.close()
 
     def _carry(self, program: BucketProgram, wait_for_chunk: Callable[[int], None]) -> None:
-        self._tell(lambda: program.on_verdict(True))
+        self._advance(lambda: program.on_verdict(True))
         num_reduced = 0
         for bucket in range(program.num_buckets):
             while num_reduced <= self._chunk_of[bucket]:
                 wait_for_chunk(num_reduced)
                 number = num_reduced
-                self._tell(lambda: program.on_reduced(number))  # noqa: B023 - called at once
+                self._advance(lambda: program.on_reduced(number))  # noqa: B023 - called at once
                 num_reduced += 1
             self._update(program)
         self._wait_for(lambda: program.done, f"the write of bucket {program.num_buckets - 1}")
@@ -126,18 +126,18 @@ class Conveyor:
         self._wait_for(lambda: bool(self._updates), "the read of the next bucket")
         move = self._updates.popleft()
         try:
-            self._freight.update(move.bucket, program.slot_of(move.bucket))
+            self._state.update(move.bucket, program.slot_of(move.bucket))
         except BaseException as error:
             self._failure = self._explained(move, error)
             raise
         if self._device.type == "cuda":
             self._events[move.bucket] = torch.cuda.current_stream(self._device).record_event()
-        self._tell(lambda: program.on_finish(move))
+        self._advance(lambda: program.on_finish(move))
 
-    def _tell(self, tell: Callable[[], None]) -> None:
-        """Tell the program something, and start what may begin then."""
+    def _advance(self, change: Callable[[], None]) -> None:
+        """Change the state of the program, and start the moves that this allows."""
         with self._changed:
-            tell()
+            change()
             self._start_moves()
             self._changed.notify_all()
 
@@ -154,7 +154,7 @@ class Conveyor:
         def work() -> None:
             try:
                 self._make(move, program.slot_of(move.bucket))
-                self._tell(lambda: program.on_finish(move))
+                self._advance(lambda: program.on_finish(move))
             except BaseException as error:
                 with self._changed:
                     self._failure = self._failure or self._explained(move, error)
@@ -163,15 +163,15 @@ class Conveyor:
         return work
 
     def _make(self, move: Move, slot: int) -> None:
-        """Make a move on the thread of its lane."""
+        """Make a move, on the thread of its lane."""
         start_s = self._recorder.clock()
         if move.kind == READ:
-            num_bytes = self._freight.read(move.bucket, slot)
+            num_bytes = self._state.read(move.bucket, slot)
         else:
             event = self._events.pop(move.bucket, None)
             if event is not None:
                 event.wait(torch.cuda.current_stream(self._device))
-            num_bytes = self._freight.write(move.bucket, slot)
+            num_bytes = self._state.write(move.bucket, slot)
         self._lanes[move.kind].finish_copies()
         if num_bytes:
             end_s, step = self._recorder.clock(), self._recorder.step
@@ -190,7 +190,7 @@ class Conveyor:
             self._raise_failure()
 
     def _explained(self, move: Move, error: BaseException) -> OffloadError:
-        where = f"{move.kind} of {self._freight.describe(move.bucket)}"
+        where = f"{move.kind} of {self._state.describe(move.bucket)}"
         explained = OffloadError(f"optimizer state, {where}: {error}")
         explained.__cause__ = error
         return explained
@@ -201,7 +201,7 @@ class Conveyor:
 
 
 class Lane:
-    """Does what it is given, one thing after the other; the work must not raise."""
+    """One thread that does its work in order, on a GPU on its own stream; work must not raise."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         """Start the thread."""
@@ -214,16 +214,16 @@ class Lane:
         self._thread.start()
 
     def start(self, work: Work) -> None:
-        """Do `work` after all that was started before."""
+        """Queue `work` after all earlier work."""
         self._queue.put(work)
 
     def finish_copies(self) -> None:
-        """Return when the copies of the present work have arrived; for the work itself to call."""
+        """Return when the copies of the current work have arrived; called by the work itself."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def close(self) -> None:
-        """End the thread, once it has done what it was given."""
+        """Stop the thread, after the work already queued."""
         self._queue.put(None)
         self._thread.join(timeout=_JOIN_S)
 
