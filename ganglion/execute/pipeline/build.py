@@ -35,7 +35,7 @@ from ganglion.execute.pipeline.tensor_split import (
     make_blocks_real,
     share_pieces,
 )
-from ganglion.execute.update import ErrorFeedback, RateSetter, StepNumbers, WeightVersions
+from ganglion.execute.update import BatchEnd, ErrorFeedback, RateSetter, StepNumbers, WeightVersions
 
 
 def build_pipeline(context: BuildContext, splitting: Splitting, rate: RateSetter) -> LocalModel:
@@ -234,11 +234,7 @@ def _executor(
 ) -> PipelineExecutor:
     transport, siblings = transports
     world = context.world
-    rates: dict[int, float] = {}
-
-    def set_rate(step: int) -> float:
-        rates[step] = rate.set(step)
-        return rates[step]
+    end = BatchEnd(context.policy, rate.set)
 
     def own_numbers() -> tuple[float, float]:
         return float(executor.stop_requested), float(peak_bytes(context.device))
@@ -252,7 +248,7 @@ def _executor(
         by_replica=context.plan.averages,
         among=context.among,
     )
-    worker = StageWorker(parts, numbers, transport, set_rate, context.policy, splitting.weights)
+    worker = StageWorker(parts, numbers, transport, end, splitting.weights)
     engine = Engine(
         schedule,
         transport,
@@ -272,7 +268,7 @@ def _executor(
         parts,
         numbers,
         context.recorder,
-        current_lr=lambda step: rates.pop(step),
+        end=end,
         device=context.device,
         lag=0 if schedule.flushes else _lag(context.plan),
         last=last,

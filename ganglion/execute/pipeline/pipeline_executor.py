@@ -6,7 +6,6 @@ never does, the next batches enter while the last is on its way, and results lag
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from ganglion.execute.pipeline.engine import Engine
 from ganglion.execute.pipeline.executor import Share
 from ganglion.execute.pipeline.microbatches import cut_batch
 from ganglion.execute.pipeline.stage_worker import StagePart, StageWorker
-from ganglion.execute.update import StepNumbers, StepResult, as_input, wide
+from ganglion.execute.update import BatchEnd, StepNumbers, StepResult, as_input, wide
 from ganglion.trace import COMPUTE, Recorder
 
 
@@ -48,7 +47,7 @@ class PipelineExecutor:
         numbers: StepNumbers,
         recorder: Recorder,
         *,
-        current_lr: Callable[[int], float],
+        end: BatchEnd,
         device: torch.device,
         lag: int,
         last: StageAt,
@@ -66,7 +65,7 @@ class PipelineExecutor:
         self._parts = parts
         self._numbers = numbers
         self._recorder = recorder
-        self._current_lr = current_lr
+        self._batch_end = end
         self._device = device
         self._lag = lag
         self._last = last
@@ -173,18 +172,12 @@ class PipelineExecutor:
         self._engine.run_until(step + 1, lambda: self._numbers.is_done(step))
         self._pending.popleft()
         loss, norm, stop, peak_bytes = self._numbers.take(step)
-        decision = self._worker.take_decision(step)
-        loss_scale = None if decision is None else decision.loss_scale
-        return StepResult(
-            step=step + 1,
+        return self._batch_end.result(
+            step,
             loss=loss,
-            grad_norm=norm / (loss_scale or 1.0),
-            lr=self._current_lr(step),
-            peak_bytes=peak_bytes,
+            grad_norm=self._batch_end.unscaled(step, norm),
             stop_requested=stop,
-            finished_s=time.perf_counter(),
-            loss_scale=loss_scale,
-            skipped=decision is not None and decision.is_skipped,
+            peak_bytes=peak_bytes,
         )
 
     def _forwards(self, microbatches: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:

@@ -11,7 +11,7 @@ pipeline that never flushes accumulates into one while the other travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,13 +24,11 @@ from ganglion.execute.pipeline.blocks import Stage
 from ganglion.execute.tensor import Weights
 from ganglion.execute.update import (
     AveragedWeights,
+    BatchEnd,
     ErrorFeedback,
-    GradientDecision,
-    GradientPolicy,
     StepNumbers,
     Update,
     WeightVersions,
-    averaging_around,
 )
 
 TIED = "tied"
@@ -77,21 +75,15 @@ class StageWorker:
         parts: Mapping[int, StagePart],
         numbers: StepNumbers,
         transport: Transport | None,
-        set_lr: Callable[[int], float],
-        policy: GradientPolicy,
+        end: BatchEnd,
         weights: Weights | None = None,
     ) -> None:
-        """Work with the stages `parts`; `set_lr(step)` sets the learning rate of an update.
-
-        The `policy` says what becomes of gradients; `weights` are those that are stored in pieces.
-        """
+        """Work with the stages `parts`; `end` updates them, `weights` are stored in pieces."""
         self._weights = weights
         self._parts = parts
         self._numbers = numbers
         self._transport = transport
-        self._set_lr = set_lr
-        self._policy = policy
-        self._decisions: dict[int, GradientDecision] = {}
+        self._batch_end = end
         self._inputs: dict[int, Tensor] = {}
         # Tied gradients of other ranks, by batch, rank and the number of the tie.
         self._tied: dict[tuple[int, int, int], Tensor] = {}
@@ -218,7 +210,7 @@ class StageWorker:
             members = [number for number, of in self._batch_of.items() if of == batch]
             loss = self._parts[max(self._parts)].stage.take_loss(members)
             self._numbers.start(batch, loss, self._square_norm(batch))
-        return not self._policy.needs_norm or self._numbers.is_done(batch)
+        return not self._batch_end.needs_norm or self._numbers.is_done(batch)
 
     def _square_norm(self, batch: int) -> float:
         """Return the sum of squares of this rank's gradients; a tied one counts once."""
@@ -233,29 +225,16 @@ class StageWorker:
         return total
 
     def update(self, action: Action) -> None:
-        """Make the next weights of a stage, or leave them if that is the decision."""
+        """Make the next weights of a stage, or keep them if its batch is skipped."""
         part, batch = self._parts[action.stage], action.index
         which = batch % part.num_sets
         part.buckets.select(which)
-        decision, lr = self._decision(batch), self._set_lr(batch)
-        if decision is not None and decision.is_skipped:
-            part.update.skip()
-        else:
-            with averaging_around(part.averaged, lr):
-                part.update.step(part.buckets.buffers(which), decision and decision.factor)
+        if self._batch_end.needs_norm:
+            norm = torch.tensor(self._numbers.norm(batch), dtype=torch.float64)
+            self._batch_end.decide(batch, norm)
+        self._batch_end.update(batch, part.update, part.buckets.buffers(which), part.averaged)
         self.on_change()
         self._forget(action.stage, batch)
-
-    def take_decision(self, batch: int) -> GradientDecision | None:
-        """Return the decision on an updated batch and forget it; None if none was needed."""
-        return self._decisions.pop(batch, None)
-
-    def _decision(self, batch: int) -> GradientDecision | None:
-        """Return the decision on a batch, the same for all stages of this rank."""
-        if self._policy.needs_norm and batch not in self._decisions:
-            norm = torch.tensor(self._numbers.norm(batch), dtype=torch.float64)
-            self._decisions[batch] = self._policy.decide(batch, norm)
-        return self._decisions.get(batch)
 
     def _forget(self, stage: int, batch: int) -> None:
         self._started.discard((stage, batch))

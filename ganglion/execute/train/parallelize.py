@@ -69,6 +69,7 @@ from ganglion.execute.train.replica_executor import ReplicaExecutor
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.servers import store_of, workers_of
 from ganglion.execute.update import (
+    BatchEnd,
     GradientPolicy,
     LrFactor,
     OffloadSettings,
@@ -341,8 +342,7 @@ def _replica(
         reducer,
         update,
         recorder,
-        set_lr=rate.set,
-        policy=context.policy,
+        end=BatchEnd(context.policy, rate.set),
         device=device,
         norm_group=splitting.norm_group,
         averaged=averaged,

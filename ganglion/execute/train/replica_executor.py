@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,15 +15,12 @@ from ganglion.execute.pipeline import Share
 from ganglion.execute.train.replica import Replica
 from ganglion.execute.update import (
     AveragedWeights,
+    BatchEnd,
     GradientDecision,
-    GradientPolicy,
     StepResult,
     Update,
-    averaging_around,
 )
 from ganglion.trace import COMPUTE, HOST, Recorder
-
-SetLr = Callable[[int], float]
 
 
 class ReplicaExecutor:
@@ -38,26 +34,23 @@ class ReplicaExecutor:
         update: Update,
         recorder: Recorder,
         *,
-        set_lr: SetLr,
-        policy: GradientPolicy,
+        end: BatchEnd,
         device: torch.device,
         norm_group: Group | None = None,
         averaged: AveragedWeights | None = None,
         among: Group | None = None,
     ) -> None:
-        """Join a replica with its gradients and their update; `set_lr(step)` sets the rate.
+        """Join a replica with its gradients, their update and the `end` of its batches.
 
-        The `policy` says what becomes of gradients. With a `norm_group`, the ranks of it hold parts
-        of them; `averaged` weights are those of one worker. The ranks `among` agree on each
-        step, None for all.
+        With a `norm_group`, its ranks hold parts of the gradients; `averaged` weights are those of
+        one worker. The ranks `among` agree on each step, None for all.
         """
         self._world = world
         self._replica = replica
         self._reducer = reducer
         self._update = update
         self._recorder = recorder
-        self._set_lr = set_lr
-        self._policy = policy
+        self._batch_end = end
         self._device = device
         self._norm_group = norm_group
         self._averaged = averaged
@@ -77,16 +70,15 @@ class ReplicaExecutor:
         if self._averaged is not None:
             self._averaged.begin_pass()
         self._update.begin()
-        loss = self._replica.forward_backward(batch, step, self._policy.scale_of(step))
-        lr = self._set_lr(step)
+        loss = self._replica.forward_backward(batch, step, self._batch_end.scale_of(step))
         self._replica.done_reading()
-        if self._update.is_gradual and not self._policy.needs_norm:
-            decision = self._update_gradually(step, lr)
+        if self._update.is_gradual and not self._batch_end.needs_norm:
+            decision = self._update_gradually(step)
         else:
-            decision = self._update_at_once(step, lr)
+            decision = self._update_at_once(step)
         self._replica.on_change()
         self._step += 1
-        yield self._agree(loss, decision, lr)
+        yield self._agree(step, loss, float(decision.norm))
 
     def drain(self) -> Iterator[StepResult]:
         """Yield nothing: a step is over when it is over."""
@@ -126,25 +118,21 @@ class ReplicaExecutor:
         self._update.close()
         self._replica.close()
 
-    def _update_at_once(self, step: int, lr: float) -> GradientDecision:
+    def _update_at_once(self, step: int) -> GradientDecision:
         """Update by the decision on all gradients."""
         self._reducer.wait()
         with self._recorder.span(COMPUTE, "update", step=step):
-            decision = self._policy.decide(step, self._norm())
-            if decision.is_skipped:
-                self._update.skip()
-            else:
-                with averaging_around(self._averaged, lr):
-                    self._update.step(self._reducer.buffers, decision.factor)
+            decision = self._batch_end.decide(step, self._norm())
+            self._batch_end.update(step, self._update, self._reducer.buffers, self._averaged)
         return decision
 
-    def _update_gradually(self, step: int, lr: float) -> GradientDecision:
+    def _update_gradually(self, step: int) -> GradientDecision:
         """Update with each gradient as soon as it is summed; their norm is for the report alone."""
         with self._recorder.span(COMPUTE, "update", step=step):
-            with averaging_around(self._averaged, lr):
-                self._update.step(self._reducer.buffers, None, self._reducer.wait_bucket)
+            buffers, wait = self._reducer.buffers, self._reducer.wait_bucket
+            self._batch_end.update(step, self._update, buffers, self._averaged, wait)
             self._reducer.wait()
-            return self._policy.decide(step, self._norm())
+            return self._batch_end.decide(step, self._norm())
 
     @contextmanager
     def _at_center(self) -> Iterator[None]:
@@ -165,21 +153,17 @@ class ReplicaExecutor:
         self._norm_group.all_reduce(total).wait()
         return total.sqrt()[0]
 
-    def _agree(self, loss: Tensor, decision: GradientDecision, lr: float) -> StepResult:
-        """Exchange the few numbers of a step, so that every rank reports the same."""
-        numbers = (loss, self._stop, peak_bytes(self._device), decision.norm)
-        mine = [float(number) for number in numbers]
-        with self._recorder.span(HOST, "agree", step=self._step - 1):
+    def _agree(self, step: int, loss: Tensor, norm: float) -> StepResult:
+        """Gather the numbers of a step, so that every rank reports the same."""
+        mine = [float(loss), float(self._stop), float(peak_bytes(self._device)), norm]
+        with self._recorder.span(HOST, "agree", step=step):
             table = self._world.gather_numbers(mine, self._among)
-        return StepResult(
-            step=self._step,
+        # Workers of elastic averaging have gradients of their own.
+        grad_norm = norm if self._averaged is None else float(table[:, 3].mean())
+        return self._batch_end.result(
+            step,
             loss=float(table[:, 0].mean()),
-            # Workers of elastic averaging have gradients of their own.
-            grad_norm=mine[3] if self._averaged is None else float(table[:, 3].mean()),
-            lr=lr,
-            peak_bytes=int(table[:, 2].max()),
+            grad_norm=grad_norm,
             stop_requested=bool(table[:, 1].any()),
-            finished_s=time.perf_counter(),
-            loss_scale=decision.loss_scale,
-            skipped=decision.is_skipped,
+            peak_bytes=int(table[:, 2].max()),
         )

@@ -3,8 +3,8 @@
 from ganglion.execute.update.batch_end import (
     AveragedWeights,
     AverageWeights,
+    BatchEnd,
     StepResult,
-    averaging_around,
 )
 from ganglion.execute.update.feedback import ErrorFeedback
 from ganglion.execute.update.learning_rate import LrFactor, RateSetter, constant, warmup_cosine
@@ -21,6 +21,7 @@ from ganglion.execute.update.versions import WeightVersions
 __all__ = [
     "AverageWeights",
     "AveragedWeights",
+    "BatchEnd",
     "ErrorFeedback",
     "GradientDecision",
     "GradientPolicy",
@@ -36,7 +37,6 @@ __all__ = [
     "WeightVersions",
     "WideLoss",
     "as_input",
-    "averaging_around",
     "constant",
     "optimizer_factory",
     "over_pieces",
