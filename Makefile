@@ -25,17 +25,17 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/data_parallel.py $(ARGS)
+	$(BIN)/python -m benchmarks.data_parallel $(ARGS)
 
 bench-tensor: $(VENV)/.installed
-	$(BIN)/python benchmarks/tensor.py $(ARGS)
+	$(BIN)/python -m benchmarks.tensor $(ARGS)
 
 # ARGS="--part wall" has real processes and slow links, ARGS="--part paper" the virtual clock.
 bench-averaging: $(VENV)/.installed
-	$(BIN)/python benchmarks/averaging.py $(ARGS)
+	$(BIN)/python -m benchmarks.averaging $(ARGS)
 
 bench-memory: $(VENV)/.installed
-	$(BIN)/python benchmarks/memory.py $(ARGS)
+	$(BIN)/python -m benchmarks.memory $(ARGS)
 
 averaging-data:
 	apt-get install -y dataset-fashion-mnist

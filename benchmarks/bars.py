@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harness import Row
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.harness import Row
 
 Bars = Mapping[tuple[str, str], float]  # by row and measure
 

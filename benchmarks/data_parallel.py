@@ -1,6 +1,6 @@
 """Data parallelism: one process, two of Ganglion, two of torch DDP, two of torch FSDP2.
 
-    python benchmarks/data_parallel.py [--json] [--quick] [--rounds N]
+    python -m benchmarks.data_parallel [--json] [--quick] [--rounds N]
 
 Everyone trains the same GPT on the same number of tokens a process with the same optimizer and
 clipping; speed is tokens a second over all processes. `two_alone` are two processes that do not
@@ -16,11 +16,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from harness import Contestant, arguments, measure, rate_rows, report
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness import Contestant, arguments, measure, rate_rows, report
 from ganglion import Plan, parallelize
 from ganglion.decide.shapes import GPTShape
 from ganglion.execute.comm import torch_world

@@ -198,11 +198,17 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
+def program() -> str | None:
+    """Return the command that started this process, for the usage: `python -m benchmarks.NAME`."""
+    spec = sys.modules["__main__"].__spec__
+    return spec and f"python -m {spec.name.removesuffix('.__main__')}"
+
+
 def arguments(
     description: str, add: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 ) -> argparse.Namespace:
     """Read the options that every benchmark has, and those that `add` adds."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(program(), description=description)
     add(parser)
     parser.add_argument("--json", action="store_true", help="print the JSON form, nothing else")
     parser.add_argument("--quick", action="store_true", help="a smaller model, under 90 s")

@@ -1,6 +1,6 @@
 """What a delay of one update costs: validation loss under two_bw against a schedule that flushes.
 
-    python benchmarks/quality.py [--json] [--quick] [--seeds N] [--steps N] [--results FILE]
+    python -m benchmarks.quality [--json] [--quick] [--seeds N] [--steps N] [--results FILE]
 
 Trains the quickstart model on two processes, each time on the same samples: SGD, AdamW and Muon
 under one_f_one_b, under two_bw, and under two_bw with error feedback. Each optimizer has the
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from harness import Contestant, Workers, machine
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import Contestant, Workers, machine, program
 from ganglion import parallelize
 from ganglion.cli.environment import cache_folder
 from ganglion.cli.train import prepare_data
@@ -239,7 +239,9 @@ def _shown(value: float | None, low: float | None, high: float | None, form: str
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Validation loss under a delay of one update.")
+    parser = argparse.ArgumentParser(
+        program(), description="Validation loss under a delay of one update."
+    )
     parser.add_argument("--json", action="store_true", help="print the JSON form, nothing else")
     parser.add_argument("--quick", action="store_true", help="few steps, one seed, one rate each")
     parser.add_argument("--seeds", type=int, default=None, help=f"how many (default {SEEDS})")

@@ -1,6 +1,6 @@
 """How fast the simulator is: forwards and backwards a second of every schedule, trace recorded.
 
-    python benchmarks/simulator.py --json
+    python -m benchmarks.simulator --json
 
 A backward cut in two counts as two actions where the name ends in `_halves`; otherwise as one.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from harness import Row, arguments, report, spread
-
+from benchmarks.harness import Row, arguments, report, spread
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import SCHEDULES, make_schedule
 from ganglion.decide.schedules.pipeline.action import BACKWARD, FORWARD, WEIGHT

@@ -15,7 +15,7 @@ import pytest
 from tests.support.command import environment, python
 from tests.support.warm_python import SERVERS, warm_python
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "comm.py"
+COMMAND = ("-m", "benchmarks.comm")
 DEADLINE_S = 110
 SMALL, LARGE = ("64b", "1kb", "64kb", "1mb"), ("16mb", "64mb", "256mb")
 SENDERS = ["shm", "gloo", "torch", *(["mpich", "mpi"] if find_spec("mpi4py") else [])]
@@ -42,7 +42,7 @@ def promised(*sizes: str) -> set[str]:
 def run(*arguments: str, folder: Path) -> dict[str, Any]:
     """Run it with one message a turn; return the JSON it prints."""
     done = python(
-        str(SCRIPT),
+        *COMMAND,
         "--rounds",
         "1",
         "--repetitions",
@@ -97,7 +97,7 @@ def test_every_row_of_every_size_is_there(tmp_path: Path) -> None:
 
 def test_its_ranks_die_with_it(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [warm_python(), SCRIPT, "--quick"],
+        [warm_python(), *COMMAND, "--quick"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

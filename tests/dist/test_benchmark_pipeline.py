@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.command import python
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
+COMMAND = ("-m", "benchmarks.pipeline")
 DEADLINE_S = 110
 GANGLION = (
     *("two_bw", "message_driven", "one_f_one_b"),
@@ -26,7 +26,7 @@ VIRTUAL = ("torch_1f1b", "one_f_one_b", "message_driven", "two_bw")
 def run(*arguments: str, folder: Path) -> dict[str, Any]:
     """Run it with one timed step a turn; return the JSON it prints."""
     done = python(
-        str(SCRIPT),
+        *COMMAND,
         "--quick",
         "--rounds",
         "1",

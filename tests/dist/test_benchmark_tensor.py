@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.command import python
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tensor.py"
+COMMAND = ("-m", "benchmarks.tensor")
 DEADLINE_S = 110
 PEERS = {"x2": "dtensor_tp", "z2": "fsdp2", "z2_keep": "fsdp2_keep"}
 OVERLAPS = ("overlap_none", "overlap_oar", "overlap_oar_ors", "overlap_oar_ors_oag")
@@ -19,7 +19,7 @@ OVERLAPS = ("overlap_none", "overlap_oar", "overlap_oar_ors", "overlap_oar_ors_o
 def run(part: str, folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Run it with one timed step a turn; return the JSON it prints, and its rows by name."""
     options = ("--quick", "--rounds", "1", "--steps", "1", "--json", "--part", part)
-    done = python(str(SCRIPT), *options, cwd=folder, deadline_s=DEADLINE_S)
+    done = python(*COMMAND, *options, cwd=folder, deadline_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     record: dict[str, Any] = json.loads(done.stdout)
     assert record["machine"]["cores"] >= 1 and record["machine"]["quick"]

@@ -299,7 +299,7 @@ def test_the_rows_of_the_papers_table_in_kind() -> None:
     """GPT-80B on Frontier (spec B.2) gained by OAR least and by OAG most, 44 % of what was exposed.
 
     The layout of that run is not published: layers of a GPT on x=2, z=2 at its compute and
-    communication, two thirds of the bytes those of weights, as in benchmarks/tensor_overlap.py.
+    communication, two thirds of the bytes those of weights, as in benchmarks/tensor/overlap.py.
     """
     mesh, rows = Mesh(x=2, z=2), 144
     shape: dict[str, int] = {"hidden": 128, "num_heads": 8, "num_kv_heads": 8, "head_size": 16}

@@ -5,25 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.averaging import training
 from ganglion.decide.simulator.averaging import result as averaging_result
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
 from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
 from ganglion.execute.averaging.methods import method
 from tests.support.command import python
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-SCRIPT = FOLDER / "averaging.py"
+COMMAND = ("-m", "benchmarks.averaging")
 DEADLINE_S = 110
 ELASTIC = [name for name, how in METHODS.items() if how.is_elastic]
 LINK = MessagePrice(0.05, 1e-8)
@@ -37,17 +34,6 @@ COSTS = AveragingCosts(
 )
 
 
-@pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Import the benchmark's arithmetic as its script does."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import averaging_training
-
-    yield averaging_training
-    for name in ("averaging_training", "harness"):
-        sys.modules.pop(name, None)
-
-
 def images(number: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randn(number, 1, 28, 28, generator=draw)
@@ -55,7 +41,7 @@ def images(number: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ELASTIC)
-def test_exchanges_keep_the_sum_of_all_weights(name: str, training: ModuleType) -> None:
+def test_exchanges_keep_the_sum_of_all_weights(name: str) -> None:
     setting = training.Setting(lr=0.0, beta=0.8, batch_size=2, num_workers=4, seed=0)
     run = training.Training(name, training.Gradients(images(), setting), setting)
     draw = torch.Generator().manual_seed(1)
@@ -71,7 +57,7 @@ def test_exchanges_keep_the_sum_of_all_weights(name: str, training: ModuleType) 
 
 
 @pytest.mark.parametrize("name", ["async_sgd", "hogwild_sgd", "sync_sgd", "async_msgd"])
-def test_one_worker_is_the_plain_optimizer(name: str, training: ModuleType) -> None:
+def test_one_worker_is_the_plain_optimizer(name: str) -> None:
     setting = training.Setting(lr=0.05, beta=0.9, batch_size=4, num_workers=1, seed=0)
     run = training.Training(name, training.Gradients(images(), setting), setting)
     for event in simulate_averaging(name, COSTS, num_workers=1, num_batches=5).events:
@@ -86,7 +72,7 @@ def test_one_worker_is_the_plain_optimizer(name: str, training: ModuleType) -> N
     torch.testing.assert_close(run.center, weights.detach(), atol=1e-6, rtol=1e-5)
 
 
-def test_versions_of_sync_easgd_differ_in_time_only(training: ModuleType) -> None:
+def test_versions_of_sync_easgd_differ_in_time_only() -> None:
     setting = training.Setting(lr=0.05, beta=0.9, batch_size=2, num_workers=2, seed=0)
     centers = []
     for name in ("sync_easgd_1", "sync_easgd_2", "sync_easgd_3"):
@@ -138,7 +124,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     write_images(folder / "images")
     few = ("--quick", "--rounds", "1", "--steps", "3", "--target", "0.6", "--max-batches", "48")
     kept = ("--results", "kept.jsonl", "--plots", "plots", "--json")
-    arguments = (str(SCRIPT), "--data", str(folder / "images"), *few, *kept)
+    arguments = (*COMMAND, "--data", str(folder / "images"), *few, *kept)
     done = python(*arguments, cwd=folder, deadline_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.averaging import delay
 from ganglion.decide.schedules.exchanges.elastic_rates import ElasticRate
 from ganglion.decide.simulator.averaging.costs import MessagePrice
 from ganglion.decide.topology import Mesh
@@ -28,19 +25,8 @@ from ganglion.execute.averaging.served.shards import ShardedCenter
 from ganglion.execute.comm import SoloGroup, World, run_threads
 from tests.support.averages import LR, assert_same_bits, make_model, train_threads, train_worker
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 DEADLINE_S = 20.0
 ROOT: dict[str, Any] = {"beta": 0.9, "tau": 1, "center": "root", "deterministic": True}
-
-
-@pytest.fixture
-def delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Import the benchmark's delays as its script does."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import averaging_delay
-
-    yield averaging_delay
-    sys.modules.pop("averaging_delay", None)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +37,7 @@ def delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         ({**ROOT, "pack": False}, 4 * 6 + 6),  # four tensors
     ],
 )
-def test_every_message_along_a_tree_is_paid_for(
-    delay: ModuleType, wishes: dict[str, Any], number: int
-) -> None:
+def test_every_message_along_a_tree_is_paid_for(wishes: dict[str, Any], number: int) -> None:
     def body(world: World) -> tuple[Any, int]:
         carrier = delay.Carrier(MessagePrice())
         trained = train_worker(delay.slow_world(world, carrier), 3, **wishes)
@@ -65,9 +49,7 @@ def test_every_message_along_a_tree_is_paid_for(
         assert_same_bits(trained.weights, plain.weights)
 
 
-def test_a_door_is_busy_with_one_message_at_a_time(
-    delay: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_door_is_busy_with_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     carrier = delay.Carrier(MessagePrice())
     monkeypatch.setattr(server, "Door", partial(delay.SlowDoor, carrier=carrier))
     store, packed = dist.HashStore(), Packed(make_model())
@@ -87,7 +69,7 @@ def test_a_door_is_busy_with_one_message_at_a_time(
     assert carrier.num_messages == 2 + 2 + 1  # join, exchange, and a goodbye without an answer
 
 
-def test_shared_memory_is_read_and_written_at_a_price(delay: ModuleType) -> None:
+def test_shared_memory_is_read_and_written_at_a_price() -> None:
     carrier = delay.Carrier(MessagePrice())
     slow = delay.SlowMemory(SharedCenter.in_process(torch.zeros(400), 2), carrier)
     slow.add(1, torch.ones(400))
@@ -97,7 +79,7 @@ def test_shared_memory_is_read_and_written_at_a_price(delay: ModuleType) -> None
     assert carrier.num_messages == 2
 
 
-def test_a_centre_on_a_host_costs_a_copy_each_way(delay: ModuleType) -> None:
+def test_a_centre_on_a_host_costs_a_copy_each_way() -> None:
     carrier, meter = delay.Carrier(MessagePrice(1e-3, 0.0)), Meter()
     worker = torch.ones(400)
     sums = GroupSum(SoloGroup(0), worker, [(0, 400)], meter)
@@ -110,7 +92,7 @@ def test_a_centre_on_a_host_costs_a_copy_each_way(delay: ModuleType) -> None:
     assert meter.wait_s >= carrier.carried_s(0.0, float("inf")) >= 2e-3
 
 
-def test_small_messages_can_be_free_and_weights_come_in_parts(delay: ModuleType) -> None:
+def test_small_messages_can_be_free_and_weights_come_in_parts() -> None:
     price = MessagePrice(1e-3, 1e-9)
     carrier = delay.Carrier(price, 10, small_are_free=True)
     slept = [carrier.carry(16), carrier.carry(100_000)]

@@ -1,6 +1,6 @@
 """Pipelines: Ganglion's schedules against those of torch.distributed.pipelining.
 
-    python benchmarks/pipeline.py [--part real|virtual|jitter|all] [--json] [--quick]
+    python -m benchmarks.pipeline [--part real|virtual|jitter|all] [--json] [--quick]
                                   [--rounds N] [--steps N] [--ranks N [N ...]]
 
     real       a GPT on 2 stages, 2 processes with one thread each: tokens/s, more is better
@@ -33,13 +33,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pipeline_real
-import pipeline_virtual
-from bars import make_bars, make_table, shown, tell
-from harness import Figures, Row, arguments, machine, measure_figures, spread
-from pipeline_real import RealTask, step_seconds
-from pipeline_virtual import DELAY_S, JITTER, Entry, VirtualTask, theoretical_s
 from rich.table import Table
+
+from benchmarks.bars import make_bars, make_table, shown, tell
+from benchmarks.harness import Figures, Row, arguments, machine, measure_figures, spread
+from benchmarks.pipeline import real as real_part
+from benchmarks.pipeline import virtual as virtual_part
+from benchmarks.pipeline.real import RealTask, step_seconds
+from benchmarks.pipeline.virtual import DELAY_S, JITTER, Entry, VirtualTask, theoretical_s
 
 PARTS = ("real", "virtual", "jitter")
 # What takes long to import: a run has some hundred processes.
@@ -95,7 +96,7 @@ for _size, _most in ((4, 1.05), (8, 1.06)):
 
 def real_rows(task: RealTask, rounds: int) -> list[PipelineRow]:
     """Measure the real model: tokens a second."""
-    contestants = pipeline_real.CONTESTANTS
+    contestants = real_part.CONTESTANTS
     figures = measure_figures(contestants, (task,), rounds, preloaded=PRELOADED, title="real")
     rates = {
         name: [task.tokens / step_seconds(turn) for turn in turns]
@@ -106,7 +107,7 @@ def real_rows(task: RealTask, rounds: int) -> list[PipelineRow]:
     for contestant in contestants:
         name, to = contestant.name, contestant.ratio_to
         value, low, high = spread(rates[name])
-        peer = pipeline_real.PEERS.get(name)
+        peer = real_part.PEERS.get(name)
         rows.append(
             PipelineRow(
                 *(name, value, "tokens/s", low, high),
@@ -130,7 +131,7 @@ def virtual_rows(
         task = replace(task, jitter=JITTER, delay_s=DELAY_S)
     rows: list[PipelineRow] = []
     for num_ranks in sizes:
-        entries = pipeline_virtual.entries(part, num_ranks)
+        entries = virtual_part.entries(part, num_ranks)
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             figures = measure_figures(
                 [entry.contestant for entry in entries],
@@ -243,7 +244,7 @@ def notes_of(real: RealTask, virtual: VirtualTask, rounds: int, quick: bool) -> 
         f"{model.microbatch_size}, fp32" + (" (quick: a smaller model)" if quick else ""),
         "virtual": f"forward {1e3 * virtual.forward_s:g} ms, backward "
         f"{1e3 * virtual.backward_s:g} ms, 2 microbatches a rank, messages of "
-        f"{4 * pipeline_virtual.NUM_FLOATS >> 10} KB, {virtual.steps} steps a turn",
+        f"{4 * virtual_part.NUM_FLOATS >> 10} KB, {virtual.steps} steps a turn",
         "jitter": f"log-normal, sigma {JITTER}; a message is due {1e3 * DELAY_S:g} ms after it "
         f"was sent",
         "rounds": rounds,
@@ -259,8 +260,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _tasks(options: argparse.Namespace) -> tuple[RealTask, VirtualTask]:
-    real = pipeline_real.QUICK if options.quick else pipeline_real.FULL
-    virtual = pipeline_virtual.QUICK if options.quick else pipeline_virtual.FULL
+    real = real_part.QUICK if options.quick else real_part.FULL
+    virtual = virtual_part.QUICK if options.quick else virtual_part.FULL
     if options.steps is None:
         return real, virtual
     steps = options.steps

@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from comm_ranks import Task
+
+from benchmarks.comm.ranks import Task
 
 START_DEADLINE_S, TURN_DEADLINE_S, END_DEADLINE_S = 120.0, 120.0, 10.0
 WAYS_OF = {"torch": ("shm", "gloo", "torch"), "mpich": ("mpich",), "mpi": ("mpi",)}
@@ -39,8 +39,7 @@ class Crew:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._streams: dict[socket.socket, Any] = {}
         address = f"ganglion-bench-{secrets.token_hex(16)}"
-        script = Path(__file__).with_name("comm_ranks.py")
-        rank = [sys.executable, str(script), world, address, str(os.getpid())]
+        rank = [sys.executable, "-m", "benchmarks.comm.ranks", world, address, str(os.getpid())]
         self._num_ranks = num_ranks
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + address)

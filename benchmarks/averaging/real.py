@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from averaging_training import Images, load_images, make_model
-from harness import Contestant, Figures, measure_figures, spread
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.averaging.training import Images, load_images, make_model
+from benchmarks.harness import Contestant, Figures, measure_figures, spread
 from ganglion.decide.topology import Mesh
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.comm import World, torch_world
@@ -37,7 +37,7 @@ EASGD, DDP, ALONE = "sync_easgd_tau_10", "torch_ddp", "two_alone"
 # The first optimizer imports torch._dynamo.
 PRELOADED = (
     "ganglion.execute.averaging.average",
-    "averaging_training",
+    "benchmarks.averaging.training",
     "rich.table",
     "torch._dynamo",
 )

@@ -1,6 +1,6 @@
 """Elastic averaging: the paper's methods on a virtual clock, and ours against torch DDP.
 
-    python benchmarks/averaging.py [--part paper|wall|scaling|ddp|torchft|packing|all]
+    python -m benchmarks.averaging [--part paper|wall|scaling|ddp|torchft|packing|all]
                                    [--json] [--quick] [--rounds N] [--seeds N] [--results FILE]
                                    [--plots FOLDER] [--data FOLDER] [--target A] [--max-batches N]
 
@@ -27,19 +27,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import averaging_paper
-import averaging_real
-import averaging_scaling
-import averaging_torchft
-import averaging_wall
 import torch
-from averaging_paper import JITTER, ORIGINAL, PEERS, SHARE, SYNC_3, Curves, PaperRow, PaperTask
-from averaging_real import EASGD, DdpTask, RealRow
-from averaging_scaling import ScalingRow
-from averaging_wall import WallRow, WallTask
-from bars import Bar, make_bars, make_table, shown, tell
-from harness import arguments, machine
 from rich.table import Table
+
+from benchmarks.averaging import paper as paper_part
+from benchmarks.averaging import real as real_part
+from benchmarks.averaging import scaling as scaling_part
+from benchmarks.averaging import torchft as torchft_part
+from benchmarks.averaging import wall as wall_part
+from benchmarks.averaging.paper import (
+    JITTER,
+    ORIGINAL,
+    PEERS,
+    SHARE,
+    SYNC_3,
+    Curves,
+    PaperRow,
+    PaperTask,
+)
+from benchmarks.averaging.real import EASGD, DdpTask, RealRow
+from benchmarks.averaging.scaling import ScalingRow
+from benchmarks.averaging.wall import WallRow, WallTask
+from benchmarks.bars import Bar, make_bars, make_table, shown, tell
+from benchmarks.harness import arguments, machine
 
 PARTS = ("paper", "wall", "scaling", "ddp", "torchft", "packing")
 TIE = 0.95  # the share of the first's speed that still ties with it
@@ -56,7 +66,7 @@ BARS: dict[tuple[str, str], float] = {
     **{(f"ring_{nodes}", "difference"): 2.0 for nodes in (4, 8, 16, 32, 64)},
     (EASGD, "ratio"): 1.05,
     (EASGD, "accuracy_behind"): 0.3,
-    **{(name, "ratio"): 1.0 for name in averaging_torchft.PAIRS},
+    **{(name, "ratio"): 1.0 for name in torchft_part.PAIRS},
 }
 
 
@@ -165,8 +175,8 @@ def notes_of(
 ) -> dict[str, Any]:
     """Say how it was measured."""
     notes = {**machine(), "quick": options.quick, "rounds": rounds, "threads_a_process": 1}
-    if options.part in ("torchft", "all") and averaging_torchft.missing():
-        notes["torchft"] = averaging_torchft.missing()
+    if options.part in ("torchft", "all") and torchft_part.missing():
+        notes["torchft"] = torchft_part.missing()
     if curves is None:
         return notes
     costs = curves.costs
@@ -205,13 +215,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _ddp_task(options: argparse.Namespace) -> DdpTask:
-    task = averaging_real.QUICK_DDP if options.quick else averaging_real.FULL_DDP
+    task = real_part.QUICK_DDP if options.quick else real_part.FULL_DDP
     steps = task.steps if options.steps is None else options.steps
     return replace(task, steps=steps, source=options.data or task.source)
 
 
 def _paper_task(options: argparse.Namespace) -> PaperTask:
-    task = averaging_paper.QUICK if options.quick else averaging_paper.FULL
+    task = paper_part.QUICK if options.quick else paper_part.FULL
     wishes = {
         "seeds": options.seeds,
         "source": options.data,
@@ -233,26 +243,26 @@ def main() -> None:
     rows: list[AnyRow] = []
     curves = None
     if "paper" in parts:
-        found, curves = averaging_paper.paper_rows(task, options.results)
+        found, curves = paper_part.paper_rows(task, options.results)
         rows += found
         if options.plots:
-            import averaging_plots  # needs the extra `plot`
+            from benchmarks.averaging.plots import draw  # needs the extra `plot`
 
-            averaging_plots.draw(found, curves, options.plots)
-    wall = averaging_wall.QUICK if options.quick else averaging_wall.FULL
+            draw(found, curves, options.plots)
+    wall = wall_part.QUICK if options.quick else wall_part.FULL
     if "wall" in parts:
         torch.set_num_threads(1)  # a pass is timed
         curves = curves or Curves(task, options.results)
-        rows += averaging_wall.wall_rows(wall, curves.costs, rounds)
+        rows += wall_part.wall_rows(wall, curves.costs, rounds)
     if "scaling" in parts:
-        rows += averaging_scaling.scaling_rows()
+        rows += scaling_part.scaling_rows()
     if "ddp" in parts:
-        rows += averaging_real.ddp_rows(_ddp_task(options), rounds)
+        rows += real_part.ddp_rows(_ddp_task(options), rounds)
     if "torchft" in parts:
-        rows += averaging_torchft.torchft_rows(_ddp_task(options), rounds)
+        rows += torchft_part.torchft_rows(_ddp_task(options), rounds)
     if "packing" in parts:
-        packing = averaging_real.QUICK_PACKING if options.quick else averaging_real.FULL_PACKING
-        rows += averaging_real.packing_rows(packing, rounds)
+        packing = real_part.QUICK_PACKING if options.quick else real_part.FULL_PACKING
+        rows += real_part.packing_rows(packing, rounds)
     notes = notes_of(task, wall, curves, options, rounds)
     # The rows share the fields that the harness knows.
     tell(rows, bars_of(rows), notes, tables_of(rows), as_json=options.json, at_most=AT_MOST)  # type: ignore[arg-type]

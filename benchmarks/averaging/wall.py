@@ -2,7 +2,7 @@
 
 Four processes are workers and a fifth is the server, if a method has one. Weights of LeNet's size
 are really exchanged and updated by ElasticAverage. Two things are slept for: a pass, so that four
-workers fit on two cores, and a message, by whoever carries it (averaging_delay.py).
+workers fit on two cores, and a message, by whoever carries it (delay.py).
 
 All sleeps are those of part `paper` times one factor, which makes a pass `pass_s` long: sleeps are
 late by a tenth of a millisecond, which shall not matter. Updates take the time they take. The
@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from averaging_delay import Carrier, HostCopies, SlowMemory, slow_world
-from averaging_paper import JITTER, ORIGINAL, SYNC_3
-from averaging_training import MOMENTUM, make_model
-from averaging_wall_server import OwnServer, ServerJob, launch_environment
-from harness import Contestant, Figures, measure_figures, spread
 from torch import nn
 
+from benchmarks.averaging.delay import Carrier, HostCopies, SlowMemory, slow_world
+from benchmarks.averaging.paper import JITTER, ORIGINAL, SYNC_3
+from benchmarks.averaging.training import MOMENTUM, make_model
+from benchmarks.averaging.wall_server import OwnServer, ServerJob, launch_environment
+from benchmarks.harness import Contestant, Figures, measure_figures, spread
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
 from ganglion.decide.simulator.averaging.result import COMMUNICATION, AveragingSimulation
 from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
@@ -45,7 +45,12 @@ BETA, LR = 0.9, 0.05
 TIMEOUT_S = 60.0
 PREFIX = "wall_"
 # The first optimizer imports torch._dynamo.
-PRELOADED = ("averaging_wall_server", "averaging_paper", "rich.table", "torch._dynamo")
+PRELOADED = (
+    "benchmarks.averaging.wall_server",
+    "benchmarks.averaging.paper",
+    "rich.table",
+    "torch._dynamo",
+)
 
 
 @dataclass(frozen=True)

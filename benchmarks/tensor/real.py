@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import data_parallel
-import tensor_torch
 import torch
 import torch.distributed as dist
-from data_parallel import MAX_GRAD_NORM, Task, make_model, make_optimizer
-from harness import Contestant, Figures
-from pipeline_real import timed
-from tensor_torch import Batch, Training
 
+from benchmarks import data_parallel
+from benchmarks.data_parallel import MAX_GRAD_NORM, Task, make_model, make_optimizer
+from benchmarks.harness import Contestant, Figures
+from benchmarks.pipeline.real import timed
+from benchmarks.tensor import torch_tensor
+from benchmarks.tensor.torch_tensor import Batch, Training
 from ganglion import Plan, parallelize
 from ganglion.execute.comm import torch_world
 from ganglion.execute.measure.memory import keep_freed_memory
@@ -102,18 +102,18 @@ def build_peer(make: Callable[..., Training], splits_rows: bool, task: RealTask)
 
 def build_ideal(task: RealTask) -> Turn:
     keep_freed_memory()
-    return build_peer(tensor_torch.plain, True, task)
+    return build_peer(torch_tensor.plain, True, task)
 
 
 CONTESTANTS = [
     Contestant("ideal", NUM_RANKS, build_ideal),
     Contestant("x2", NUM_RANKS, partial(build_ganglion, "x", None), ratio_to="dtensor_tp"),
-    Contestant("dtensor_tp", NUM_RANKS, partial(build_peer, tensor_torch.dtensor_tp, False)),
+    Contestant("dtensor_tp", NUM_RANKS, partial(build_peer, torch_tensor.dtensor_tp, False)),
     Contestant("z2", NUM_RANKS, partial(build_ganglion, "z", None), ratio_to="fsdp2"),
-    Contestant("fsdp2", NUM_RANKS, partial(build_peer, partial(tensor_torch.fsdp2, False), True)),
+    Contestant("fsdp2", NUM_RANKS, partial(build_peer, partial(torch_tensor.fsdp2, False), True)),
     Contestant("z2_keep", NUM_RANKS, partial(build_ganglion, "z", KEEP), ratio_to="fsdp2_keep"),
     Contestant(
-        "fsdp2_keep", NUM_RANKS, partial(build_peer, partial(tensor_torch.fsdp2, True), True)
+        "fsdp2_keep", NUM_RANKS, partial(build_peer, partial(torch_tensor.fsdp2, True), True)
     ),
 ]
 

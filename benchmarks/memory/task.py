@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from data_parallel import make_optimizer
-from harness import Contestant, Figures
 from torch import Tensor
 
+from benchmarks.data_parallel import make_optimizer
+from benchmarks.harness import Contestant, Figures
 from ganglion import Plan, parallelize
 from ganglion.cli.environment import usable_cores
 from ganglion.decide.shapes import GPTShape

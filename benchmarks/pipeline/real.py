@@ -18,15 +18,30 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import data_parallel
 import torch.distributed as dist
-from data_parallel import MAX_GRAD_NORM, Task, make_batch, make_model, make_optimizer, plain_turn
-from harness import Contestant, Figures
-from pipeline_torch import CPU, GPIPE, INTERLEAVED, ONE_F_ONE_B, ZBV, TorchWay, even_split
-from pipeline_torch import torch_steps as run_torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from benchmarks import data_parallel
+from benchmarks.data_parallel import (
+    MAX_GRAD_NORM,
+    Task,
+    make_batch,
+    make_model,
+    make_optimizer,
+    plain_turn,
+)
+from benchmarks.harness import Contestant, Figures
+from benchmarks.pipeline.torch_pipeline import (
+    CPU,
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    ZBV,
+    TorchWay,
+    even_split,
+)
+from benchmarks.pipeline.torch_pipeline import torch_steps as run_torch
 from ganglion import Plan, parallelize
 from ganglion.execute.comm import torch_world
 from ganglion.execute.measure.memory import keep_freed_memory

@@ -18,9 +18,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from averaging_delay import Carrier, SlowDoor
-from averaging_training import make_model
 
+from benchmarks.averaging.delay import Carrier, SlowDoor
+from benchmarks.averaging.training import make_model
 from ganglion.decide.simulator.averaging.costs import MessagePrice
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.served import server

@@ -14,11 +14,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from memory_task import StateTask, make_run, mixed_plan
+
+from benchmarks.memory.task import StateTask, make_run, mixed_plan
 
 DEADLINE_S = 1200
 NO_ROOM = 3  # exit code
@@ -69,7 +69,7 @@ def _bracket(tried: Callable[[int], bool], guess: int) -> tuple[int, int]:
 def _num_trained(task: StateTask, offload: str, limit_bytes: int) -> int:
     """Return the parameters of a model that a child trained; 0 if it had no room."""
     arguments = json.dumps([asdict(task), offload, limit_bytes])
-    command = [sys.executable, str(Path(__file__)), arguments]
+    command = [sys.executable, "-m", "benchmarks.memory.largest", arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode == NO_ROOM:
         return 0

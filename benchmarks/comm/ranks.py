@@ -1,6 +1,6 @@
 """What the ranks of the communication benchmark run: one timed turn after the other.
 
-    python comm_ranks.py WORLD ADDRESS PARENT_PID [RANK NUM_RANKS PORT]
+    python -m benchmarks.comm.ranks WORLD ADDRESS PARENT_PID [RANK NUM_RANKS PORT]
 
 A rank connects to the benchmark at the abstract Unix socket ADDRESS, says its rank, then answers
 each task (a line of JSON) with the seconds it took, asleep in between. Three kinds of WORLD:
@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from comm_ways import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Way, open_ways
 from torch import Tensor
+
+from benchmarks.comm.ways import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Way, open_ways
 
 LIFETIME_S = 1800.0
 MATMUL_SIZE = 128

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Contestant, Figures
-from pipeline_delay import DelayedStage, Departures, delayed_world
-from pipeline_real import timed
-from pipeline_torch import CPU, ONE_F_ONE_B, torch_steps
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from benchmarks.harness import Contestant, Figures
+from benchmarks.pipeline.delay import DelayedStage, Departures, delayed_world
+from benchmarks.pipeline.real import timed
+from benchmarks.pipeline.torch_pipeline import CPU, ONE_F_ONE_B, torch_steps
 from ganglion import Plan, parallelize
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import ScheduleOptions, make_schedule

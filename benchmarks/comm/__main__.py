@@ -1,6 +1,6 @@
 """Messages and collectives between ranks of one host: Ganglion, Gloo and MPICH.
 
-    python benchmarks/comm.py [--json [FILE]] [--quick]
+    python -m benchmarks.comm [--json [FILE]] [--quick]
                               [--rounds N] [--repetitions N] [--largest SIZE]
 
 Who takes part, the last two if mpi4py and an mpiexec are installed:
@@ -33,13 +33,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comm_crew import open_crews
-from comm_ranks import ALLOCATED, COMPUTING, MATMUL_SIZE, READ, Task
-from comm_ways import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from harness import Row, machine
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.comm.crew import open_crews
+from benchmarks.comm.ranks import ALLOCATED, COMPUTING, MATMUL_SIZE, READ, Task
+from benchmarks.comm.ways import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from benchmarks.harness import Row, machine, program
 from ganglion.cli.launch.mpi import require_mpiexec
 from ganglion.errors import LaunchError
 
@@ -309,7 +309,7 @@ def notes_of(options: argparse.Namespace, rounds: int, mpiexec: str | None) -> d
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Messages and collectives of one host.")
+    parser = argparse.ArgumentParser(program(), description="Messages and collectives of one host.")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write JSON; - prints nothing else"
     )

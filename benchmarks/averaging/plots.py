@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from averaging_paper import ROWS, Curves, PaperRow, simulated, time_of
 from matplotlib import pyplot
+
+from benchmarks.averaging.paper import ROWS, Curves, PaperRow, simulated, time_of
 
 matplotlib.use("Agg")
 DPI = 110

@@ -1,6 +1,6 @@
 """Tensor parallelism: Ganglion's x and z axes against torch's DTensor and FSDP2, and its overlap.
 
-    python benchmarks/tensor.py [--part real|overlap|all] [--json] [--quick]
+    python -m benchmarks.tensor [--part real|overlap|all] [--json] [--quick]
                                 [--rounds N] [--steps N]
 
     real       a GPT on 2 processes with one thread each: tokens/s, more is better
@@ -22,14 +22,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import tensor_overlap
-import tensor_real
-from bars import make_bars, make_table, shown, tell
-from harness import Figures, Row, arguments, machine, measure_figures, spread
-from pipeline_real import step_seconds
 from rich.table import Table
-from tensor_overlap import NONE, WAYS, OverlapTask, Way
-from tensor_real import RealTask
+
+from benchmarks.bars import make_bars, make_table, shown, tell
+from benchmarks.harness import Figures, Row, arguments, machine, measure_figures, spread
+from benchmarks.pipeline.real import step_seconds
+from benchmarks.tensor import overlap as overlap_part
+from benchmarks.tensor import real as real_part
+from benchmarks.tensor.overlap import NONE, WAYS, OverlapTask, Way
+from benchmarks.tensor.real import RealTask
 
 PARTS = ("real", "overlap")
 OURS = ("x2", "z2", "z2_keep")
@@ -74,12 +75,12 @@ BARS: dict[tuple[str, str], float] = {
 
 def real_rows(task: RealTask, rounds: int) -> list[TensorRow]:
     """Measure the real model: tokens a second."""
-    contestants = tensor_real.CONTESTANTS
+    contestants = real_part.CONTESTANTS
     # Building a contestant takes two steps, which warm it up.
     figures = measure_figures(
         contestants, (task,), rounds, warm_ups=0, preloaded=PRELOADED, title="real"
     )
-    losses = tensor_real.compared_losses(figures)
+    losses = real_part.compared_losses(figures)
     rates = {
         name: [task.tokens / step_seconds(turn) for turn in turns]
         for name, turns in figures.items()
@@ -106,7 +107,7 @@ def real_rows(task: RealTask, rounds: int) -> list[TensorRow]:
 def overlap_rows(task: OverlapTask, rounds: int) -> list[TensorRow]:
     """Measure the layers that sleep: seconds a step."""
     figures = measure_figures(
-        tensor_overlap.CONTESTANTS, (task,), rounds, preloaded=PRELOADED, title="overlap"
+        overlap_part.CONTESTANTS, (task,), rounds, preloaded=PRELOADED, title="overlap"
     )
     rows = [overlap_row(way, figures[way.name]) for way in WAYS]
     first = rows[0]
@@ -203,7 +204,7 @@ def notes_of(real: RealTask, overlap: OverlapTask, rounds: int, quick: bool) -> 
         **machine(),
         "model": f"GPT {model.layers} layers, hidden {model.hidden}, sequence {model.seq_len}, "
         f"vocabulary {model.vocab_size}, {model.num_microbatches} microbatches of "
-        f"{tensor_real.NUM_RANKS * model.microbatch_size} sequences over both ranks, fp32, "
+        f"{real_part.NUM_RANKS * model.microbatch_size} sequences over both ranks, fp32, "
         f"{real.steps} steps a turn" + (" (quick: a smaller model)" if quick else ""),
         "overlap": f"x 2, z 2, {overlap.num_layers} layers of hidden {overlap.hidden}, "
         f"{overlap.rows} rows a rank, compute {overlap.compute_s:g} s a step, links of "
@@ -220,8 +221,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _tasks(options: argparse.Namespace) -> tuple[RealTask, OverlapTask]:
-    real = tensor_real.QUICK if options.quick else tensor_real.FULL
-    overlap = tensor_overlap.QUICK if options.quick else tensor_overlap.FULL
+    real = real_part.QUICK if options.quick else real_part.FULL
+    overlap = overlap_part.QUICK if options.quick else overlap_part.FULL
     if options.steps is None:
         return real, overlap
     return replace(real, steps=options.steps), replace(overlap, steps=options.steps)

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Contestant, Figures
-from pipeline_real import timed
 from torch import Tensor, nn
 
+from benchmarks.harness import Contestant, Figures
+from benchmarks.pipeline.real import timed
 from ganglion.decide.costs import Matmul, Repeats, gpt_matmuls, ring_sent, tensor_traffic
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import Group, Handle, World, torch_world

@@ -1,6 +1,6 @@
 """Training what does not fit: optimizer state on disk, and the memory model against real runs.
 
-    python benchmarks/memory.py [--part state|step|largest|predicted|published|all]
+    python -m benchmarks.memory [--part state|step|largest|predicted|published|all]
                                 [--json] [--quick] [--rounds N] [--dir FOLDER]
 
     state       bytes a parameter of a GPT's state, in memory and with masters and moments on disk
@@ -24,14 +24,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bars import make_bars, make_table, tell
-from harness import Figures, Row, arguments, machine, measure_figures, spread
-from memory_largest import largest
-from memory_predicted import FULL, LAYOUTS, QUICK, QUICK_NAMES, LayoutFigure, measured_layout
-from memory_published import published
-from memory_task import DISK, RESIDENT, StateTask, contestants, disk_rates
 from rich.table import Table
 
+from benchmarks.bars import make_bars, make_table, tell
+from benchmarks.harness import Figures, Row, arguments, machine, measure_figures, spread
+from benchmarks.memory.largest import largest
+from benchmarks.memory.predicted import (
+    FULL,
+    LAYOUTS,
+    QUICK,
+    QUICK_NAMES,
+    LayoutFigure,
+    measured_layout,
+)
+from benchmarks.memory.published import published
+from benchmarks.memory.task import DISK, RESIDENT, StateTask, contestants, disk_rates
 from ganglion.units import GIB, MIB
 
 PARTS = ("state", "step", "largest", "predicted", "published")

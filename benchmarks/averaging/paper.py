@@ -1,7 +1,7 @@
 """Part `paper` of the averaging benchmark: LeNet on Fashion-MNIST, 4 workers, a virtual clock.
 
 The clock (ganglion/decide/simulator/averaging/simulate.py) says when who exchanges;
-averaging_training.py does the arithmetic in that order. Passes and updates have the time they take
+training.py does the arithmetic in that order. Passes and updates have the time they take
 alone on this machine; each pass varies by 2 %. One price of messages is chosen so that
 original_easgd, layer by layer, communicates 87 % of its time, and is the price of all methods.
 
@@ -27,9 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from averaging_training import Gradients, Images, Setting, accuracies, load_images, make_model
-from harness import spread
 
+from benchmarks.averaging.training import (
+    Gradients,
+    Images,
+    Setting,
+    accuracies,
+    load_images,
+    make_model,
+)
+from benchmarks.harness import spread
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
 from ganglion.decide.simulator.averaging.result import PUSH, STEP, AveragingSimulation
 from ganglion.decide.simulator.averaging.simulate import calibrated, simulate_averaging

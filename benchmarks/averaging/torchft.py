@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from averaging_real import (
+
+from benchmarks.averaging.real import (
     NUM_RANKS,
     TIMEOUT_S,
     DdpTask,
@@ -25,9 +26,8 @@ from averaging_real import (
     build_trial,
     trial_rows,
 )
-from averaging_training import Images
-from harness import Contestant, Figures
-
+from benchmarks.averaging.training import Images
+from benchmarks.harness import Contestant, Figures
 from ganglion.execute.averaging import ElasticAverage, diloco, local_sgd
 from ganglion.execute.comm import World
 

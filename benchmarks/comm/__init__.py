@@ -1,0 +1,1 @@
+"""Messages and collectives between local processes: ours against Gloo and MPICH."""

@@ -1,0 +1,1 @@
+"""Memory: predictions against measured peaks, and state that waits on the disk."""
