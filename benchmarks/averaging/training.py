@@ -142,7 +142,8 @@ class Training:
 
     def _exchange(self, event: AveragingEvent) -> int:
         worker, seen = self._workers[event.worker], self._seen[event.worker]
-        self._has_new[event.worker] = self._elastic.apply(self.center, worker, self._alpha, seen)
+        self._elastic.apply(self.center, worker, self._alpha, seen)
+        self._has_new[event.worker] = True
         return 0
 
     def _push(self, event: AveragingEvent) -> int:
