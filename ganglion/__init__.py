@@ -18,19 +18,31 @@ from ganglion.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ganglion.decide.plan import Plan
+    from ganglion.decide.predict import Prediction, predict
     from ganglion.errors import GanglionError
     from ganglion.execute.train import Run, StepResult, parallelize
 
 __version__ = "0.1.0"
 
-__all__ = ["GanglionError", "Plan", "Run", "StepResult", "__version__", "parallelize"]
+__all__ = [
+    "GanglionError",
+    "Plan",
+    "Prediction",
+    "Run",
+    "StepResult",
+    "__version__",
+    "parallelize",
+    "predict",
+]
 
 _HOME = {
     "GanglionError": "errors",
     "Plan": "decide.plan",
+    "Prediction": "decide.predict",
     "Run": "execute.train",
     "StepResult": "execute.train",
     "parallelize": "execute.train",
+    "predict": "decide.predict",
 }
 
 __getattr__ = lazy_names(__name__, _HOME)

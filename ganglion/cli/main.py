@@ -10,11 +10,10 @@ import typer
 
 import ganglion
 from ganglion.cli.environment import LOG_LEVELS, log_to_screen
-from ganglion.cli.overrides import split_overrides
+from ganglion.cli.overrides import Overrides, check_taken, split_overrides
 from ganglion.errors import GanglionError
 
 USAGE_ERROR = 2
-_TAKE_OVERRIDES = ("train", "verify", "memory")
 
 app = typer.Typer(
     name="ganglion",
@@ -60,13 +59,14 @@ def shared_options(
     ] = "warning",
 ) -> None:
     """Plan, predict, run and explain parallel training of PyTorch models."""
+    check_taken(context.obj["overrides"], context.invoked_subcommand)
     log_to_screen(log_level)
     context.ensure_object(dict)["log_level"] = log_level
 
 
-def _overrides(context: typer.Context, transport: str | None) -> tuple[tuple[str, str], ...]:
+def _overrides(context: typer.Context, transport: str | None = None) -> Overrides:
     """Return the keys that were set on the command line, `--transport` being one of them."""
-    given = tuple(context.obj["overrides"])
+    given: Overrides = context.obj["overrides"]
     return given if transport is None else (*given, ("parallel.transport", transport))
 
 
@@ -216,6 +216,7 @@ def schedule(
 
 @app.command()
 def simulate(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="RUN.toml|plan.json", help="What to run.")],
     cluster: Annotated[
         str, typer.Option(help="A cluster file, or a built-in one: laptop, perlmutter or summit.")
@@ -241,7 +242,10 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
-    """Run a plan on a virtual cluster: step time, idle share and timeline, before any launch."""
+    """Run a plan on a virtual cluster: step time, idle share and timeline, before any launch.
+
+    Takes --section.key VALUE as train.
+    """
     from ganglion.cli.simulate import SimulateRequest, simulate_command
 
     request = SimulateRequest(
@@ -252,6 +256,7 @@ def simulate(
         pauses=pause or (),
         slow=slow or (),
         seed=seed,
+        overrides=_overrides(context),
     )
     simulate_command(request, trace_file=trace, as_json=as_json)
 
@@ -282,7 +287,7 @@ def memory(
         cluster=cluster,
         nproc=nproc,
         plan_file=plan,
-        overrides=_overrides(context, None),
+        overrides=_overrides(context),
     )
     raise typer.Exit(memory_command(request, as_json=as_json))
 
@@ -311,11 +316,8 @@ def main() -> None:
     """Run the command line; errors made by the user end in one line and exit code 2."""
     try:
         arguments, overrides = split_overrides(sys.argv[1:])
-        if overrides and not any(command in arguments for command in _TAKE_OVERRIDES):
-            raise GanglionError(
-                f"--{overrides[0][0]} is a run-file key: only `train`, `verify` and `memory` take "
-                f"those"
-            )
+        if not arguments:
+            check_taken(overrides, None)
         app(args=arguments, obj={"overrides": overrides})
     except GanglionError as error:
         typer.echo(f"error: {error}", err=True)

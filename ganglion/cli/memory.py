@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,16 +11,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ganglion.cli.simulate import num_cluster_ranks
+from ganglion.cli.overrides import Overrides
 from ganglion.cli.train import TrainOptions, fitted_plan, read_run_file
-from ganglion.decide.config import RunFile, check_vocabulary
-from ganglion.decide.costs import CATEGORIES, Cluster, Memory, find_cluster
+from ganglion.decide.config import RunFile, own_code_key
+from ganglion.decide.costs import Cluster, find_cluster
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict import MemoryOptions, expected_shape, predicted_memory, server_memory
-from ganglion.decide.shapes import GPTShape, ModelShape
+from ganglion.decide.predict import MemoryFigures, MemoryRow, num_cluster_ranks, predict_memory
 from ganglion.decide.topology import Launch
 from ganglion.errors import ConfigError
-from ganglion.units import GIB, MIB, format_bytes
+from ganglion.units import MIB, format_bytes
 
 # The letter of each category in the picture, and its heading in the table.
 _SHOWN = {
@@ -41,49 +40,20 @@ _PICTURE_WIDTH = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRequest:
-    """What the user typed."""
+    """The options of the command."""
 
     file: Path
     cluster: str | None
     nproc: int | None
     plan_file: Path | None
-    overrides: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryRow:
-    """Ranks that hold the same, their pipe coordinates, and bytes by category."""
-
-    ranks: list[int]
-    pipe: list[int]
-    bytes: dict[str, int]
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryFigures:
-    """What the ranks of a plan hold; without a budget nobody knows whether it fits."""
-
-    schedule: str
-    num_ranks: int
-    recompute: str
-    precision: str
-    budget_key: str | None
-    budget_bytes: int | None
-    fits: bool | None
-    rows: list[MemoryRow]
-
-    @property
-    def worst(self) -> MemoryRow:
-        """The row that needs most."""
-        return max(self.rows, key=lambda row: row.total_bytes)
+    overrides: Overrides
 
 
 def memory_command(request: MemoryRequest, *, as_json: bool) -> int:
     """Print what ranks hold as a table and a picture, or JSON; return 1 if it does not fit."""
     cluster = None if request.cluster is None else find_cluster(request.cluster)
     run, plan = _run_and_plan(request, cluster, is_told=not as_json)
-    figures = _figures(run, plan, _budget(run, cluster))
+    figures = predict_memory(run, plan, cluster)
     if as_json:
         print(json.dumps(asdict(figures), indent=2))
     else:
@@ -107,8 +77,8 @@ def _run_and_plan(
         log_level="warning",
     )
     run = read_run_file(options, Launch())
-    if run.model.build or run.data.kind == "dataset":
-        key = "model.build" if run.model.build else 'data.kind = "dataset"'
+    key = own_code_key(run)
+    if key is not None:
         raise ConfigError(
             f"{request.file}: {key} is code of your own, whose size cannot be known before it "
             f"runs: describe a built-in model of about its size instead"
@@ -116,69 +86,6 @@ def _run_and_plan(
     if cluster is not None and request.nproc is None and request.plan_file is None:
         options = replace(options, nproc=num_cluster_ranks(run, cluster))
     return fitted_plan(options, run, Launch(), is_told=is_told)
-
-
-def _budget(run: RunFile, cluster: Cluster | None) -> int | None:
-    """Return the bytes that a rank has; None if nobody says."""
-    if run.memory.device_gib > 0:
-        return round(run.memory.device_gib * GIB)
-    if cluster is None or cluster.compute is None:
-        return None
-    return round(cluster.compute.memory_gib * GIB)
-
-
-def _budget_key(run: RunFile, budget_bytes: int | None) -> str | None:
-    if budget_bytes is None:
-        return None
-    return "device_gib" if run.memory.device_gib > 0 else "memory_gib"
-
-
-def _figures(run: RunFile, plan: Plan, budget_bytes: int | None) -> MemoryFigures:
-    shape = expected_shape(run)
-    if isinstance(shape, GPTShape):
-        check_vocabulary(shape.vocab_size, plan)
-    rows = _rows(shape, plan, MemoryOptions.of(run))
-    worst = max(row.total_bytes for row in rows)
-    return MemoryFigures(
-        schedule=plan.schedule,
-        num_ranks=plan.num_ranks,
-        recompute=plan.recompute,
-        precision=plan.precision,
-        budget_key=_budget_key(run, budget_bytes),
-        budget_bytes=budget_bytes,
-        fits=None if budget_bytes is None else worst <= budget_bytes,
-        rows=rows,
-    )
-
-
-def _rows(shape: ModelShape, plan: Plan, options: MemoryOptions) -> list[MemoryRow]:
-    """Return a row for every different memory, in the order of the pipeline; servers come last.
-
-    Only the first worker may differ from the others: it may serve their centre.
-    """
-    mesh = plan.mesh()
-    kinds = [predicted_memory(shape, plan, options, worker) for worker in range(min(2, plan.data))]
-    coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
-    held = [kinds[min(at.data, len(kinds) - 1)][at.pipe] for at in coordinates]
-    order = list(dict.fromkeys(memory for kind in kinds for memory in kind))
-    pipes = [at.pipe for at in coordinates]
-    rows = [
-        _row(memory, [r for r, own in enumerate(held) if own == memory], pipes) for memory in order
-    ]
-    if plan.servers:
-        servers = list(range(mesh.num_ranks, plan.num_ranks))
-        rows.append(_row(server_memory(shape, plan, options), servers, ()))
-    return rows
-
-
-def _row(memory: Memory, ranks: list[int], pipes: Sequence[int]) -> MemoryRow:
-    """Return the row of ranks; those beyond `pipes` are in no pipeline."""
-    return MemoryRow(
-        ranks=ranks,
-        pipe=sorted({pipes[rank] for rank in ranks if rank < len(pipes)}),
-        bytes={name: getattr(memory, name) for name in CATEGORIES},
-        total_bytes=memory.total,
-    )
 
 
 # --- for people ----------------------------------------------------------------------------------
@@ -289,13 +196,13 @@ def _verdict(figures: MemoryFigures, run: RunFile, plan: Plan, cluster: Cluster 
         return f"fits: {needs} at most, of {has}"
     assert figures.budget_bytes is not None, "nothing else is refused"
     over = format_bytes(worst.total_bytes - figures.budget_bytes)
-    return f"does not fit: {needs}, {over} more than {has}: {_remedy(figures, run, plan)}"
+    return f"does not fit: {needs}, {over} more than {has}: {_remedy(figures, run, plan, cluster)}"
 
 
-def _remedy(figures: MemoryFigures, run: RunFile, plan: Plan) -> str:
+def _remedy(figures: MemoryFigures, run: RunFile, plan: Plan, cluster: Cluster | None) -> str:
     """Return the one change that helps most: recomputation, or a smaller share of the model."""
     if plan.recompute == "none":
-        again = _figures(run, replace(plan, recompute="full"), figures.budget_bytes)
+        again = predict_memory(run, replace(plan, recompute="full"), cluster)
         if again.fits:
             lower = format_bytes(again.worst.total_bytes)
             return f'set memory.recompute = "full", which needs {lower}'

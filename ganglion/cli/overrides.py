@@ -1,6 +1,6 @@
-"""Overrides: `--section.key value` pairs, taken off the argument list before typer sees it.
+"""Keys of the run file as options: `--section.key value` pairs, split off before typer parses.
 
-Every key of the run file is an option this way, without being declared one by one.
+Every command that takes a run file takes every key, without declaring them one by one.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from collections.abc import Sequence
 
 from ganglion.errors import ConfigError
 
+Overrides = tuple[tuple[str, str], ...]  # keys and their text, in order
+
+TAKE_OVERRIDES = ("train", "verify", "simulate", "memory")
 _KEY = re.compile(r"--([a-z_]+(?:\.[a-z_0-9]+)+)(?:=(.*))?", re.DOTALL)
 
 
-def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], Overrides]:
     """Return the other arguments, and the overrides as (key, text) pairs in order."""
     rest: list[str] = []
     overrides: list[tuple[str, str]] = []
@@ -28,4 +31,13 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str
         if text is None and not waiting:
             raise ConfigError(f"--{key} needs a value: --{key} VALUE")
         overrides.append((key, waiting.pop(0) if text is None else text))
-    return rest, overrides
+    return rest, tuple(overrides)
+
+
+def check_taken(overrides: Overrides, command: str | None) -> None:
+    """Refuse run-file keys for a command that reads no run file."""
+    if overrides and command not in TAKE_OVERRIDES:
+        *others, last = (f"`{name}`" for name in TAKE_OVERRIDES)
+        raise ConfigError(
+            f"--{overrides[0][0]} is a run-file key: only {', '.join(others)} and {last} take those"
+        )

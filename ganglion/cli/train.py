@@ -215,7 +215,7 @@ def fitted_plan(
     tier = "host" if Path("/dev/nvidiactl").exists() else "disk"
     fit = fit_budget(file, lambda run: make_plan(options, run, launch), tier=tier)
     if is_told and launch.rank == 0:
-        typer.echo(fit.told())
+        typer.echo(fit.describe())
     return fit.run, fit.plan
 
 

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ganglion.decide.config import RunFile, load_run_file, resolve
+from ganglion.decide.config import RunFile, expected_shape, load_run_file, resolve
 from ganglion.decide.costs import RankBlocks, StageBlocks, activation_memory, choose_recomputed
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict import (
     MemoryOptions,
     decide_activations,
-    expected_shape,
     predicted_memory,
 )
 from ganglion.decide.shapes import BlockActivations

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ganglion.decide.config import RunFile, load_run_file, resolve
+from ganglion.decide.config import RunFile, expected_shape, load_run_file, resolve
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict import Fit, MemoryOptions, expected_shape, fit_budget, predicted_memory
+from ganglion.decide.predict import Fit, MemoryOptions, fit_budget, predicted_memory
 from ganglion.decide.predict.budget import RESERVE
 from ganglion.errors import ConfigError, NotBuiltError
 from ganglion.units import GIB

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ganglion.decide.config import load_run_file, read_toml
+from ganglion.decide.config import expected_shape, load_run_file, read_toml
 from ganglion.decide.config.resolve import resolve
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict import MemoryOptions, expected_shape, predicted_memory
+from ganglion.decide.predict import MemoryOptions, predicted_memory
 from tests.support.answers import TorchlessCommand
 from tests.support.answers import ganglion as answer
 

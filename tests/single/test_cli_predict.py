@@ -121,6 +121,17 @@ def test_simulate_a_run_file_on_a_built_in_cluster(folder: Path) -> None:
     assert figures["step_s"] >= 32 * slot_s * 0.999
 
 
+def test_simulate_takes_keys_of_the_run_file(folder: Path) -> None:
+    words = ["simulate", "run.toml", "--cluster", "summit", "--json", "--parallel.pipe", "2"]
+    figures = json.loads(ganglion(*words, "--parallel.schedule=gpipe", cwd=folder).stdout)
+    assert (figures["schedule"], len(figures["forward_s"])) == ("gpipe", 2)
+    words = ["simulate", "plan.json", "--cluster", "stages.toml", "--parallel.pipe", "2"]
+    refused = ganglion(*words, cwd=folder, code=2)
+    assert "--parallel.pipe is a key of a run file, but plan.json is a plan" in refused.stderr
+    refused = ganglion("schedule", "gpipe", "--parallel.pipe", "2", cwd=folder, code=2)
+    assert "only `train`, `verify`, `simulate` and `memory` take those" in refused.stderr
+
+
 def test_simulate_layers_that_are_split(folder: Path) -> None:
     def figures(parallel: str) -> dict[str, list[float]]:
         (folder / "split.toml").write_text(SPLIT + parallel)

@@ -38,10 +38,12 @@ def test_the_surface_is_pinned() -> None:
     assert ganglion.__all__ == [
         "GanglionError",
         "Plan",
+        "Prediction",
         "Run",
         "StepResult",
         "__version__",
         "parallelize",
+        "predict",
     ]
     assert dir(ganglion) == sorted(ganglion.__all__)
     for name in ganglion.__all__:

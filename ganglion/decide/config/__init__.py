@@ -6,10 +6,11 @@ from ganglion.decide.config.averaging_checks import (
     given_rates,
 )
 from ganglion.decide.config.load import Override, known_keys, load_run_file, read_toml
+from ganglion.decide.config.model import expected_shape, model_shape, own_code_key
 from ganglion.decide.config.precision_checks import check_precision, verdict_delay
 from ganglion.decide.config.recipes import QUICKSTART, recipe
 from ganglion.decide.config.render import render_run_file
-from ganglion.decide.config.resolve import check_error_feedback, check_plan, model_shape, resolve
+from ganglion.decide.config.resolve import check_error_feedback, check_plan, resolve
 from ganglion.decide.config.run_folder import (
     CHECKPOINTS,
     LOGS,
@@ -57,10 +58,12 @@ __all__ = [
     "check_plan",
     "check_precision",
     "check_vocabulary",
+    "expected_shape",
     "given_rates",
     "known_keys",
     "load_run_file",
     "model_shape",
+    "own_code_key",
     "read_toml",
     "recipe",
     "render_run_file",

@@ -1,25 +1,51 @@
-"""Predictions: time, memory and fit of a run file or plan, and measured values beside them."""
+"""Predictions: time, memory and fit of a run file or plan, and measured values beside them.
 
-from ganglion.decide.predict.activation_budget import decide_activations
-from ganglion.decide.predict.budget import Fit, fit_budget
+Everything here returns records. Printing belongs to cli, and nothing is launched.
+"""
+
+from ganglion.decide.predict.budget import Fit, decide_activations, fit_budget
 from ganglion.decide.predict.comparison import Comparison, compare
-from ganglion.decide.predict.expected import expected_shape
 from ganglion.decide.predict.measured_memory import RankMemory, read_memory, write_memory
 from ganglion.decide.predict.memory import MemoryOptions, predicted_memory, server_memory
-from ganglion.decide.predict.model_times import model_times
+from ganglion.decide.predict.prediction import (
+    MemoryFigures,
+    MemoryRow,
+    Prediction,
+    check_processes,
+    num_cluster_ranks,
+    predict,
+    predict_memory,
+    read_source,
+)
+from ganglion.decide.predict.step_time import (
+    StepFigures,
+    StepSetting,
+    planned_times,
+    predict_step,
+)
 
 __all__ = [
     "Comparison",
     "Fit",
+    "MemoryFigures",
     "MemoryOptions",
+    "MemoryRow",
+    "Prediction",
     "RankMemory",
+    "StepFigures",
+    "StepSetting",
+    "check_processes",
     "compare",
     "decide_activations",
-    "expected_shape",
     "fit_budget",
-    "model_times",
+    "num_cluster_ranks",
+    "planned_times",
+    "predict",
+    "predict_memory",
+    "predict_step",
     "predicted_memory",
     "read_memory",
+    "read_source",
     "server_memory",
     "write_memory",
 ]

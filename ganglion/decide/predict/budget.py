@@ -1,12 +1,19 @@
-"""A memory budget: the cheapest settings of a run with which its worst rank fits, or a refusal.
+"""Memory budgets: settings with which the worst rank of a run fits, chosen before the launch.
 
-Settings are tried in the order of what they cost in time, each with the memory model, and the
-first that fits is taken:
+A budget of a rank tries settings in the order of their cost in time, each with the memory model,
+and takes the first that fits:
 
     nothing | compute blocks again | optimizer state off the device | both | smaller buckets, too
                                                                     | activations off the device
 
-What the user set in [memory] is never changed. Precision is not chosen: it would change numbers.
+Keys of [memory] that the user set are never changed. Precision is not chosen: it would change
+numbers. A budget for activations alone decides which blocks run again:
+
+    memory.recompute = "budget", memory.activation_mib = 64
+        -> recompute = "blocks", recompute_blocks = ["1", "3-4"], and the cut into stages
+
+The blocks that a stage recomputes depend on the cut, so it is decided too: balanced by flop, unless
+the plan has one.
 """
 
 from __future__ import annotations
@@ -16,12 +23,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ganglion.decide.config import MemorySection, RunFile
+from ganglion.decide.config import MemorySection, RunFile, expected_shape, own_code_key
+from ganglion.decide.costs import choose_recomputed, written
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict.expected import expected_shape
-from ganglion.decide.predict.memory import MemoryOptions, planned_boundaries, predicted_memory
+from ganglion.decide.predict.memory import (
+    MemoryOptions,
+    planned_boundaries,
+    planned_stages,
+    predicted_memory,
+)
 from ganglion.errors import ConfigError
-from ganglion.units import GIB, format_bytes
+from ganglion.units import GIB, MIB, format_bytes
 
 # Of a budget, what is left to the allocator and to math libraries; see docs/memory.md.
 RESERVE = 0.05
@@ -42,8 +54,8 @@ class Fit:
     rank: int
     peak_bytes: int
 
-    def told(self) -> str:
-        """Say in one line what was chosen and what it needs."""
+    def describe(self) -> str:
+        """Return one line with the settings that were chosen, and the peak they lead to."""
         chosen = _written(self.chosen) or "nothing to be changed"
         return (
             f"memory.device_gib = {self.run.memory.device_gib:g}: {chosen}; predicted peak "
@@ -54,11 +66,11 @@ class Fit:
 def fit_budget(run: RunFile, make_plan: MakePlan, *, tier: str = "disk") -> Fit:
     """Return the first choice that fits the budget of a run file, with `tier` as lower one.
 
-    `make_plan` returns the plan of a run file, and refuses what cannot be. Stages that nobody cut
-    are cut as the model predicts, for a cut by measured times might not fit.
+    `make_plan` returns the plan of a run file, or refuses it. Stages without a cut are cut as the
+    model predicts, for a cut by measured times might not fit.
     """
-    if run.model.build or run.data.kind == "dataset":
-        key = "model.build" if run.model.build else 'data.kind = "dataset"'
+    key = own_code_key(run)
+    if key is not None:
         raise ConfigError(
             f"memory.device_gib = {run.memory.device_gib:g} needs to know how large the model is, "
             f"but {key} is code of your own: set memory.recompute and offload yourself, and "
@@ -78,7 +90,7 @@ def fit_budget(run: RunFile, make_plan: MakePlan, *, tier: str = "disk") -> Fit:
 
 
 def _choices(given: MemorySection, tier: str) -> Iterator[Choice]:
-    """Yield what may be set beside what the user set, the cheapest first."""
+    """Yield the settings that may be added to those of the user, the cheapest first."""
     sizes = (given.bucket_size,) if "bucket_size" in given.model_fields_set else _BUCKET_SIZES
     lower: Sequence[Choice] = [
         {},
@@ -91,7 +103,7 @@ def _choices(given: MemorySection, tier: str) -> Iterator[Choice]:
 
 
 def _fit(run: RunFile, choice: Choice, make_plan: MakePlan) -> Fit | None:
-    """Return what a choice needs; None if it cannot be."""
+    """Return a choice with its peak; None if it is refused."""
     changed = run.model_copy(update={"memory": run.memory.model_copy(update=dict(choice))})
     try:
         plan = make_plan(changed)
@@ -130,3 +142,51 @@ def _written(choice: Choice) -> str:
     """Return settings as a run file has them."""
     quoted = {k: f'"{v}"' if isinstance(v, str) else v for k, v in choice.items()}
     return ", ".join(f"memory.{key} = {value}" for key, value in quoted.items())
+
+
+# --- a budget for activations ---------------------------------------------------------------------
+
+
+def decide_activations(run: RunFile, plan: Plan) -> Plan:
+    """Return the plan with its budget for activations decided; refuse one that is too small."""
+    if plan.recompute != "budget":
+        return plan
+    key = own_code_key(run)
+    if key is not None:
+        raise ConfigError(
+            f'memory.recompute = "budget" needs to know what blocks keep, but {key} is code of '
+            f'your own: set memory.recompute = "full" or "sqrt", or name memory.recompute_blocks'
+        )
+    budget_bytes = plan.activation_mib * MIB
+    held = planned_stages(expected_shape(run), plan)
+    choices = [choose_recomputed(rank.blocks, budget_bytes) for rank in held]
+    needed = max(choice.num_bytes for choice in choices)
+    if needed > budget_bytes:
+        raise ConfigError(_activation_refusal(plan, [choice.num_bytes for choice in choices]))
+    spans = sorted(
+        (
+            range(first + span.start, first + span.stop)
+            for rank, choice in zip(held, choices, strict=True)
+            for first, mine in zip(rank.first_blocks, choice.segments, strict=True)
+            for span in mine
+        ),
+        key=lambda span: span.start,
+    )
+    firsts = sorted(first for rank in held for first in rank.first_blocks)
+    return replace(
+        plan,
+        recompute="blocks" if spans else "none",
+        recompute_blocks=written(spans),
+        activation_mib=0.0,
+        stage_boundaries=tuple(firsts[1:]),
+    )
+
+
+def _activation_refusal(plan: Plan, needs: list[int]) -> str:
+    worst = max(range(len(needs)), key=needs.__getitem__)
+    smallest = -(-needs[worst] * 100 // MIB) / 100  # rounded up, so that it is enough
+    return (
+        f"memory.activation_mib = {plan.activation_mib:g} is too little for pipe coordinate "
+        f"{worst}, even if all of its blocks are computed again: set it to {smallest:g} or more, "
+        f'or lower train.microbatch_size, or set memory.offload_activations = "disk"'
+    )

@@ -1,0 +1,125 @@
+"""The model of a run file: its shape, its number of blocks, and the data it can be trained on."""
+
+from __future__ import annotations
+
+import math
+
+from ganglion.decide.config.schema import ModelSection, RunFile
+from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.errors import LayoutError
+
+_IMAGE = (1, 28, 28)  # of the built-in sets, with 10 classes
+
+
+def own_code_key(run: RunFile) -> str | None:
+    """Return the key that names a model or data set of the user's own; None if all is built in.
+
+    The costs and the size of such code are not known before it runs.
+    """
+    if run.model.build:
+        return "model.build"
+    return 'data.kind = "dataset"' if run.data.kind == "dataset" else None
+
+
+def expected_shape(run: RunFile) -> ModelShape:
+    """Return the shape of a run file's built-in model, without reading any data.
+
+    Images count as 28 x 28 in one channel with 10 classes, as the built-in sets have them.
+    """
+    if run.data.kind == "images":
+        return model_shape(run.model, num_outputs=10, input_shape=_IMAGE)
+    vocab_size = 256 if run.data.tokenizer == "bytes" else run.data.bpe_vocab_size
+    num_outputs = run.model.vocab_size or vocab_size
+    return model_shape(run.model, num_outputs=num_outputs, input_shape=(run.data.seq_len,))
+
+
+def model_shape(
+    model: ModelSection,
+    *,
+    num_outputs: int,
+    input_shape: tuple[int, ...],
+    tokens: bool | None = None,
+) -> ModelShape:
+    """Complete a model section with what only the data know: classes and input shape.
+
+    `num_outputs` is the number of token ids or classes, 0 if the data do not say. `tokens` says
+    whether samples are token ids; None leaves out the check that the model is made for them.
+    """
+    check_data(model, num_outputs=num_outputs, input_shape=input_shape, tokens=tokens)
+    if model.kind == "gpt":
+        return _gpt_shape(model, model.vocab_size or num_outputs, input_shape[0])
+    if model.kind == "mlp":
+        return MLPShape(
+            num_inputs=math.prod(input_shape),
+            num_outputs=num_outputs,
+            num_layers=model.layers,
+            hidden=model.hidden,
+        )
+    if len(input_shape) != 3:
+        raise LayoutError(
+            f'model.kind = "conv" needs images of shape (channels, height, width), but data.kind '
+            f'gives samples of shape {input_shape}: set data.kind = "images"'
+        )
+    return ConvShape(
+        image_size=input_shape[-1], num_channels=input_shape[0], num_outputs=num_outputs
+    )
+
+
+def check_data(
+    model: ModelSection, *, num_outputs: int, input_shape: tuple[int, ...], tokens: bool | None
+) -> None:
+    """Refuse a built-in model that cannot be trained on the data."""
+    if model.kind == "gpt" and tokens is False:
+        raise LayoutError(
+            f'model.kind = "gpt" needs token ids, but data.kind gives samples of shape '
+            f'{input_shape} that are not: set data.kind = "text" or "synthetic", or model.kind = '
+            f'"mlp"'
+        )
+    if model.kind != "gpt" and tokens:
+        raise LayoutError(
+            f'model.kind = "{model.kind}" needs numbers, but data.kind gives sequences of '
+            f'{input_shape[0]} token ids: set model.kind = "gpt" or data.kind = "images"'
+        )
+    if model.kind == "gpt" and 0 < model.vocab_size < num_outputs:
+        raise LayoutError(
+            f"model.vocab_size = {model.vocab_size} is less than the {num_outputs} token ids of "
+            f"data.kind: set model.vocab_size = 0 (as many as there are) or at least {num_outputs}"
+        )
+    if num_outputs < 1 and not (model.kind == "gpt" and model.vocab_size):
+        raise LayoutError(
+            f'model.kind = "{model.kind}" has as many outputs as the data have classes, but the '
+            f'data set of data.kind = "dataset" has num_classes = {num_outputs}: give it an '
+            f"attribute num_classes of at least 1"
+        )
+
+
+def num_blocks(model: ModelSection) -> int | None:
+    """Return how many blocks a model will have, or None for a user's own."""
+    if model.build:
+        return None
+    if model.kind == "gpt":
+        return _gpt_shape(model, 1, 1).num_blocks
+    if model.kind == "mlp":
+        return model.layers
+    return ConvShape(image_size=_IMAGE[-1], num_channels=1, num_outputs=10).num_blocks
+
+
+def _gpt_shape(model: ModelSection, vocab_size: int, seq_len: int) -> GPTShape:
+    if not model.head_size and model.hidden % model.heads:
+        raise LayoutError(
+            f"model.hidden = {model.hidden} is not a multiple of model.heads = {model.heads}: "
+            f"change one of them, or set model.head_size"
+        )
+    return GPTShape(
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        num_layers=model.layers,
+        hidden=model.hidden,
+        num_heads=model.heads,
+        num_kv_heads=model.kv_heads or model.heads,
+        head_size=model.head_size or model.hidden // model.heads,
+        mlp_hidden=model.mlp_hidden or 4 * model.hidden,
+        positions=model.positions,
+        tied_embedding=model.tied_embedding,
+        bias=model.bias,
+    )

@@ -1,0 +1,263 @@
+"""The prediction of a run on a cluster: step time, idle share, memory by rank, and whether it fits.
+
+run file or plan -> plan -> simulated steps
+                         -> memory model    -> Prediction
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ganglion.decide.config import (
+    AveragingSection,
+    Override,
+    RunFile,
+    check_vocabulary,
+    expected_shape,
+    load_run_file,
+    own_code_key,
+    read_toml,
+    resolve,
+)
+from ganglion.decide.costs import CATEGORIES, Cluster, Memory, find_cluster
+from ganglion.decide.plan import Plan
+from ganglion.decide.predict.budget import decide_activations, fit_budget
+from ganglion.decide.predict.memory import MemoryOptions, predicted_memory, server_memory
+from ganglion.decide.predict.step_time import (
+    StepFigures,
+    StepSetting,
+    planned_times,
+    predict_step,
+)
+from ganglion.decide.schedules.pipeline import check_planned
+from ganglion.decide.shapes import GPTShape, ModelShape
+from ganglion.errors import ConfigError, LayoutError
+from ganglion.units import GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """Ranks that hold the same, their pipe coordinates, and bytes by category."""
+
+    ranks: list[int]
+    pipe: list[int]
+    bytes: dict[str, int]
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFigures:
+    """What the ranks of a plan hold; `fits` is None without a budget."""
+
+    schedule: str
+    num_ranks: int
+    recompute: str
+    precision: str
+    budget_key: str | None
+    budget_bytes: int | None
+    fits: bool | None
+    rows: list[MemoryRow]
+
+    @property
+    def worst(self) -> MemoryRow:
+        """The row that needs most."""
+        return max(self.rows, key=lambda row: row.total_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A plan, the time of its steps, and the memory of its ranks.
+
+    `memory` is None where the size of the model is not known: of a plan without a run file, and of
+    models and data sets of your own.
+    """
+
+    plan: Plan
+    step: StepFigures
+    memory: MemoryFigures | None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the end of one step to the end of the next."""
+        return self.step.step_s
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the time in which ranks do not compute, in the mean of all."""
+        return self.step.bubble
+
+    @property
+    def memory_by_rank(self) -> list[dict[str, int]] | None:
+        """Bytes by category of every rank; servers of elastic averaging come last."""
+        if self.memory is None:
+            return None
+        by_rank = {rank: row.bytes for row in self.memory.rows for rank in row.ranks}
+        return [by_rank[rank] for rank in range(self.plan.num_ranks)]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank fits into its memory; None if either is not known."""
+        return None if self.memory is None else self.memory.fits
+
+
+def predict(
+    source: str | Path | RunFile | Plan,
+    *,
+    cluster: str | Path | Cluster,
+    nproc: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    steps: int = 3,
+    seed: int = 0,
+) -> Prediction:
+    """Predict a run on a cluster, without torch and without launching anything.
+
+    `source` is a run file or a plan, as a path or as a record; `cluster` is a cluster file or the
+    name of a built-in one. `nproc` is the number of processes: by default one replica, or a full
+    cluster. `overrides` sets keys of a run file, as in `{"parallel.pipe": 4}`. `steps` are
+    simulated; `seed` decides their jitter. A run with `memory.device_gib` is fitted to it first.
+    """
+    on = cluster if isinstance(cluster, Cluster) else find_cluster(str(cluster))
+    given = [Override(key, _as_text(value)) for key, value in (overrides or {}).items()]
+    name = "the plan" if isinstance(source, Plan) else "the run file"
+    if isinstance(source, str | Path):
+        source, name = read_source(Path(source), given), str(source)
+    elif given:
+        raise ConfigError("overrides need the path of a run file: change the record itself instead")
+    if isinstance(source, Plan):
+        run, plan = None, check_processes(source, nproc, name)
+    else:
+        run, plan = _fitted(source, nproc or num_cluster_ranks(source, on))
+    plan.require_built()
+    averaging = AveragingSection() if run is None else run.averaging
+    setting = StepSetting(num_steps=steps, seed=seed, averaging=averaging)
+    step, _ = predict_step(plan, planned_times(plan, on, run, name), on, setting)
+    if run is None or own_code_key(run) is not None:
+        return Prediction(plan=plan, step=step, memory=None)
+    return Prediction(plan=plan, step=step, memory=predict_memory(run, plan, on))
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as the command line has it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def read_source(path: Path, overrides: Iterable[Override] = ()) -> RunFile | Plan:
+    """Read a plan (.json) or a run file (any other suffix) with its overrides."""
+    if path.suffix != ".json":
+        return load_run_file(read_toml(path), overrides, str(path))
+    for override in overrides:
+        raise ConfigError(
+            f"--{override.key} is a key of a run file, but {path} is a plan: leave it out, or give "
+            f"the run file instead"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return Plan.from_json(text, str(path))
+
+
+def check_processes(plan: Plan, nproc: int | None, source: str) -> Plan:
+    """Return the plan; refuse one that is no plan of `nproc` processes, or not a valid one."""
+    if nproc not in (None, plan.num_ranks):
+        raise LayoutError(
+            f"--nproc {nproc}, but {source} needs {plan.num_ranks} processes: leave out --nproc"
+        )
+    check_planned(plan)
+    return plan
+
+
+def num_cluster_ranks(run: RunFile, cluster: Cluster) -> int | None:
+    """Return the ranks of a cluster that says how many it has; a plan must fill them all."""
+    if cluster.num_nodes is None:
+        return None
+    num_ranks = cluster.num_nodes * cluster.ranks_per_node - run.averaging.servers
+    parallel = run.parallel
+    needed = parallel.pipe * parallel.x * parallel.y * parallel.z
+    if parallel.data != "auto":
+        needed *= parallel.data
+    if needed > num_ranks or num_ranks % needed:
+        raise LayoutError(
+            f"{cluster.source} has cluster.num_nodes * ranks_per_node = {cluster.num_nodes} * "
+            f"{cluster.ranks_per_node} = {num_ranks} ranks, which layouts of {needed} ranks "
+            f"(parallel.data * pipe * x * y * z) do not fill: change either"
+        )
+    return num_ranks + run.averaging.servers if parallel.data == "auto" else None
+
+
+def _fitted(run: RunFile, nproc: int | None) -> tuple[RunFile, Plan]:
+    """Return a run and its plan, with the choices of its memory budget."""
+
+    def make_plan(run: RunFile) -> Plan:
+        return decide_activations(run, resolve(run, nproc))
+
+    if run.memory.device_gib == 0:
+        return run, make_plan(run)
+    fit = fit_budget(run, make_plan)
+    return fit.run, fit.plan
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def predict_memory(run: RunFile, plan: Plan, cluster: Cluster | None = None) -> MemoryFigures:
+    """Return what the ranks of a built-in model hold, against the budget of the run or cluster."""
+    shape = expected_shape(run)
+    if isinstance(shape, GPTShape):
+        check_vocabulary(shape.vocab_size, plan)
+    rows = _rows(shape, plan, MemoryOptions.of(run))
+    worst = max(row.total_bytes for row in rows)
+    key, budget_bytes = _budget(run, cluster)
+    return MemoryFigures(
+        schedule=plan.schedule,
+        num_ranks=plan.num_ranks,
+        recompute=plan.recompute,
+        precision=plan.precision,
+        budget_key=key,
+        budget_bytes=budget_bytes,
+        fits=None if budget_bytes is None else worst <= budget_bytes,
+        rows=rows,
+    )
+
+
+def _budget(run: RunFile, cluster: Cluster | None) -> tuple[str | None, int | None]:
+    """Return the key that limits the memory of a rank, and its bytes; None if none is given."""
+    if run.memory.device_gib > 0:
+        return "device_gib", round(run.memory.device_gib * GIB)
+    if cluster is None or cluster.compute is None:
+        return None, None
+    return "memory_gib", round(cluster.compute.memory_gib * GIB)
+
+
+def _rows(shape: ModelShape, plan: Plan, options: MemoryOptions) -> list[MemoryRow]:
+    """Return a row for every different memory, in the order of the pipeline; servers come last.
+
+    Only the first worker may differ from the others: it may serve their centre.
+    """
+    mesh = plan.mesh()
+    kinds = [predicted_memory(shape, plan, options, worker) for worker in range(min(2, plan.data))]
+    coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
+    held = [kinds[min(at.data, len(kinds) - 1)][at.pipe] for at in coordinates]
+    order = list(dict.fromkeys(memory for kind in kinds for memory in kind))
+    pipes = [at.pipe for at in coordinates]
+    rows = [
+        _row(memory, [r for r, own in enumerate(held) if own == memory], pipes) for memory in order
+    ]
+    if plan.servers:
+        servers = list(range(mesh.num_ranks, plan.num_ranks))
+        rows.append(_row(server_memory(shape, plan, options), servers, ()))
+    return rows
+
+
+def _row(memory: Memory, ranks: list[int], pipes: Sequence[int]) -> MemoryRow:
+    """Return the row of ranks; those beyond `pipes` are in no pipeline."""
+    return MemoryRow(
+        ranks=ranks,
+        pipe=sorted({pipes[rank] for rank in ranks if rank < len(pipes)}),
+        bytes={name: getattr(memory, name) for name in CATEGORIES},
+        total_bytes=memory.total,
+    )

@@ -1,0 +1,229 @@
+"""The time of a step: a plan simulated on a cluster.
+
+Times of stages come from the [stages] of the cluster file, or else from the costs of a built-in
+model's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from ganglion.decide.config import AveragingSection, RunFile, expected_shape, own_code_key
+from ganglion.decide.costs import (
+    Cluster,
+    StageTimes,
+    held_blocks,
+    layer_times,
+    stage_times,
+    stage_times_from_file,
+)
+from ganglion.decide.plan import Plan
+from ganglion.decide.schedules.pipeline import planned_stage_map
+from ganglion.decide.shapes import blocks_of, layers_of
+from ganglion.decide.simulator import (
+    Disturbance,
+    PlanSimulation,
+    TensorOverlap,
+    simulate_plan,
+    with_collectives,
+)
+from ganglion.decide.simulator.averaging import (
+    AveragingFigures,
+    average_plan,
+    without_sums,
+    worker_disturbances,
+)
+from ganglion.errors import ConfigError
+from ganglion.trace import Event, summarise
+from ganglion.units import MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """What a step of a plan costs on a cluster.
+
+    `step_s` is the mean time from one step's end to the next, the first step left out if there are
+    more: a pipeline that never flushes fills only once. Lists have one entry for each pipe rank.
+    `collective_s` is the part of forward and backward that waits for collectives inside layers.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    limit: int | None
+    step_s: float
+    makespan_s: float
+    bubble: float
+    bubbles: list[float]
+    exposed_comm_s: list[float]
+    peak_live: list[int]
+    versions: int
+    forward_s: list[float]
+    backward_s: list[float]
+    message_bytes: list[int]
+    reduce_s: list[float]
+    collective_s: list[float]
+    averaging: AveragingFigures | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSetting:
+    """How a plan is simulated: steps, troubles, the seed of the jitter, and [averaging]."""
+
+    num_steps: int = 3
+    disturbances: tuple[Disturbance, ...] = ()
+    seed: int = 0
+    averaging: AveragingSection = field(default_factory=AveragingSection)
+
+
+def planned_times(
+    plan: Plan, cluster: Cluster, run: RunFile | None, source: str
+) -> list[StageTimes]:
+    """Return the times of every pipe coordinate; `source` is the file that errors name.
+
+    Without a run the cluster must have [stages]: a plan does not know the size of the model.
+    """
+    if cluster.stages is not None:
+        return stage_times_from_file(cluster, plan.pipe, plan)
+    if run is None:
+        raise ConfigError(
+            f"{source} is a plan, which does not say how large the model is: give the run file "
+            f"instead, or write the times as [stages] into {cluster.source}"
+        )
+    return _model_times(run, plan, cluster, source)
+
+
+def _model_times(run: RunFile, plan: Plan, cluster: Cluster, source: str) -> list[StageTimes]:
+    """Return times from the model's own costs, with the waits of split layers."""
+    key = own_code_key(run)
+    if key is not None:
+        raise ConfigError(
+            f"{source}: {key} is code of your own, whose cost cannot be known before it runs: "
+            f"write its times as [stages] into the cluster file"
+        )
+    stage_map, shape = planned_stage_map(plan), expected_shape(run)
+    held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
+    blocks = blocks_of(shape, plan.microbatch_size)
+    times = stage_times(blocks, plan, cluster, held)
+    if plan.x * plan.y * plan.z == 1:
+        return times
+    layers, overlap = layers_of(shape, plan.microbatch_size), _overlap(run, plan)
+    return [
+        with_collectives(
+            one,
+            layer_times([layers[number] for number in mine], plan, cluster, pipe),
+            plan.num_microbatches,
+            overlap,
+            # Of a plan that computes some blocks again, all are taken to be gathered again.
+            recompute=plan.recompute != "none",
+        )
+        for pipe, (one, mine) in enumerate(zip(times, held_blocks(blocks, plan, held), strict=True))
+    ]
+
+
+def _overlap(run: RunFile, plan: Plan) -> TensorOverlap:
+    parallel = run.parallel
+    return TensorOverlap(
+        all_reduce=parallel.overlap,
+        reduce_scatter=parallel.overlap,
+        all_gather=parallel.overlap,
+        keep_gathered=parallel.keep_gathered,
+        keep_bytes=int(parallel.keep_gathered_mib * MIB),
+        late_sums=plan.pipe > 1,
+    )
+
+
+def predict_step(
+    plan: Plan, times: Sequence[StageTimes], cluster: Cluster, setting: StepSetting
+) -> tuple[StepFigures, list[Event]]:
+    """Return the figures of a simulated plan, and its trace; under averaging, that of a worker."""
+    result = _simulated(plan, times, cluster, setting, setting.disturbances)
+    events = result.simulation.events(result.global_rank)
+    figures = _figures(result, times, events)
+    if plan.averages:
+        figures = _averaged(figures, plan, times, cluster, setting)
+    return figures, events
+
+
+def _simulated(
+    plan: Plan,
+    times: Sequence[StageTimes],
+    cluster: Cluster,
+    setting: StepSetting,
+    disturbances: tuple[Disturbance, ...],
+) -> PlanSimulation:
+    return simulate_plan(
+        plan,
+        without_sums(times) if plan.averages else times,
+        cluster,
+        num_steps=setting.num_steps,
+        disturbances=disturbances,
+        seed=setting.seed,
+    )
+
+
+def _averaged(
+    figures: StepFigures,
+    plan: Plan,
+    times: Sequence[StageTimes],
+    cluster: Cluster,
+    setting: StepSetting,
+) -> StepFigures:
+    """Return the figures of a run whose worker alone has `figures`, with what disturbs it."""
+
+    @cache
+    def step_s(worker: int, disturbed: tuple[Disturbance, ...]) -> float:
+        alone = _simulated(plan, times, cluster, setting, disturbed)
+        return _step_s(alone, worker if disturbed else 0)  # undisturbed, one stands for all
+
+    found = average_plan(
+        plan,
+        times,
+        cluster,
+        step_s(0, ()) if setting.disturbances else figures.step_s,
+        tau=setting.averaging.tau,
+        overlap=setting.averaging.overlap,
+        seed=setting.seed,
+        disturbances=worker_disturbances(setting.disturbances, plan.pipe, step_s),
+    )
+    none = [0.0] * len(figures.reduce_s)
+    return replace(figures, step_s=found.step_s, averaging=found, reduce_s=none)
+
+
+def _figures(
+    result: PlanSimulation, times: Sequence[StageTimes], events: Sequence[Event]
+) -> StepFigures:
+    run, plan = result.simulation, result.plan
+    by_rank = {one.rank: one for one in summarise(events).ranks}
+    ranks = [by_rank[result.global_rank(place)] for place in range(plan.pipe)]
+    return StepFigures(
+        schedule=plan.schedule,
+        num_ranks=plan.num_ranks,
+        num_microbatches=plan.num_microbatches,
+        limit=result.options.limit,
+        step_s=_step_s(result),
+        makespan_s=run.makespan_s,
+        bubble=run.bubble(),
+        bubbles=[one.bubble for one in ranks],
+        exposed_comm_s=[one.exposed_comm_s for one in ranks],
+        peak_live=run.peak_live(),
+        versions=run.num_versions(),
+        forward_s=[stage.forward_s for stage in times],
+        backward_s=[stage.backward_s + stage.weight_s for stage in times],
+        message_bytes=[stage.message_bytes for stage in times],
+        reduce_s=[stage.reduce_s for stage in times],
+        collective_s=[stage.collective_s for stage in times],
+    )
+
+
+def _step_s(result: PlanSimulation, replica: int | None = None) -> float:
+    """Return the mean time between the last updates of steps, of all replicas or of one."""
+    ends: dict[int, float] = {}
+    for action, _, end_s, _, place in result.simulation.rows:
+        if action.kind == "U" and replica in (None, place // result.plan.pipe):
+            ends[action.index] = max(end_s, ends.get(action.index, 0.0))
+    if len(ends) == 1:
+        return ends[0]
+    return (ends[max(ends)] - ends[0]) / (len(ends) - 1)
