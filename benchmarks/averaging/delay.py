@@ -1,7 +1,7 @@
 """A price for every message of the averaging methods: whoever carries one sleeps for it.
 
     tree of workers      the thread of the tree sleeps, then sends            SlowTransport
-    served centre        the server takes and gives one message at a time     SlowDoor
+    served centre        the server takes and gives one message at a time     SlowListener
     centre on a host     copies from the device and back, one each way        HostCopies
     shared memory        has no messages: a read and a write cost one each    SlowMemory
 
@@ -21,7 +21,7 @@ from ganglion.decide.simulator.averaging.costs import MessagePrice
 from ganglion.execute.averaging.methods.centers import Center
 from ganglion.execute.averaging.methods.shared_center import SharedCenter
 from ganglion.execute.averaging.methods.sums import Meter
-from ganglion.execute.averaging.served.connections import Door, Gone, Said
+from ganglion.execute.averaging.served.connections import CenterListener, Lost, Received
 from ganglion.execute.comm import Arrival, Transport, World
 from ganglion.execute.comm.message import Numbers
 from ganglion.trace import Recorder
@@ -106,28 +106,28 @@ def slow_world(world: World, carrier: Carrier) -> World:
     )
 
 
-class SlowDoor(Door):
-    """The door of a centre that is busy with one message at a time, in and out."""
+class SlowListener(CenterListener):
+    """The listener of a centre that is busy with one message at a time, in and out."""
 
     def __init__(self, listen_on: str | None = None, *, carrier: Carrier) -> None:
         super().__init__(listen_on)
         self._carrier = carrier
-        self._come: deque[Said | Gone] = deque()
+        self._come: deque[Received | Lost] = deque()
 
-    def events(self, timeout_s: float) -> list[Said | Gone]:
+    def events(self, timeout_s: float) -> list[Received | Lost]:
         """Return one event, so that its answer does not wait for what came after it."""
         if not self._come:
             self._come.extend(super().events(timeout_s))
         if not self._come:
             return []
         event = self._come.popleft()
-        if isinstance(event, Said):
+        if isinstance(event, Received):
             self._carrier.carry(event.arrival.tensor.nbytes)
         return [event]
 
-    def say(self, caller: int, kind: str, data: Tensor, *, step: int, version: int) -> None:
+    def send(self, client: int, kind: str, data: Tensor, *, step: int, version: int) -> None:
         self._carrier.carry(data.nbytes)
-        super().say(caller, kind, data, step=step, version=version)
+        super().send(client, kind, data, step=step, version=version)
 
 
 class HostCopies:

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.averaging.delay import Carrier, SlowDoor
+from benchmarks.averaging.delay import Carrier, SlowListener
 from benchmarks.averaging.training import make_model
 from ganglion.decide.simulator.averaging.costs import MessagePrice
 from ganglion.execute.averaging.average import ElasticAverage
@@ -92,6 +92,6 @@ def _serve(job: ServerJob) -> Carrier:
     carrier = Carrier(job.price, job.num_parts)
     model = make_model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mock.patch.object(server, "Door", partial(SlowDoor, carrier=carrier)):
+    with mock.patch.object(server, "CenterListener", partial(SlowListener, carrier=carrier)):
         ElasticAverage(model, optimizer, **job.options).serve()
     return carrier

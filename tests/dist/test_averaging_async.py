@@ -154,7 +154,7 @@ def work(
         method.after_step(lr)
         step += 1
         at_work(folder, worker).touch()
-    calls = center.parts[0].link.num_calls
+    calls = center.parts[0].link.num_connections
     method.close()
     ended = float(packed.flat[0])
     return {"begun": begun, "ended": ended, "joined_at": joined_at, "calls": calls, "steps": step}
@@ -172,13 +172,13 @@ def meet_doom(doom: str, folder: Path, method: ServedEasgd, center: ShardedCente
         os.kill(os.getpid(), signal.SIGKILL)
     elif doom == "mid_send":
         method.begin_pass()
-        line = center.parts[0].link._phone._line
+        line = center.parts[0].link._client._transport
         assert line is not None
         assert line._backlog, "all of the message is on its way"
         os.kill(os.getpid(), signal.SIGKILL)
     elif doom == "after_send":
         method.begin_pass()
-        center.parts[0].link._phone.flush(DEADLINE_S)
+        center.parts[0].link._client.flush(DEADLINE_S)
         os.kill(os.getpid(), signal.SIGKILL)
     elif doom == "after_reply":
         method.begin_pass()

@@ -49,9 +49,9 @@ def test_every_message_along_a_tree_is_paid_for(wishes: dict[str, Any], number: 
         assert_same_bits(trained.weights, plain.weights)
 
 
-def test_a_door_is_busy_with_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_is_busy_with_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     carrier = delay.Carrier(MessagePrice())
-    monkeypatch.setattr(server, "Door", partial(delay.SlowDoor, carrier=carrier))
+    monkeypatch.setattr(server, "CenterListener", partial(delay.SlowListener, carrier=carrier))
     store, packed = dist.HashStore(), Packed(make_model())
     first = packed.flat.clone()
     center = server.CenterServer(

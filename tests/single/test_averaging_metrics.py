@@ -58,7 +58,7 @@ def test_the_move_of_the_centre_is_that_of_the_last_exchange(name: str) -> None:
         model = make_model()
         optimizer = plain_sgd(model.parameters())
         average = ElasticAverage(model, optimizer, tau=99, world=world, **METHODS[name])
-        is_sync = average._wishes.mode == "sync"
+        is_sync = average._options.mode == "sync"
         found = []
         for step in range(3):
             backward(model, world.rank, step)

@@ -28,7 +28,7 @@ from ganglion.decide.topology import Mesh
 from ganglion.errors import CheckpointError, ConfigError, PeerLost, ProtocolError
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.served.center_link import CenterLink
-from ganglion.execute.averaging.served.connections import Phone, Store
+from ganglion.execute.averaging.served.connections import CenterClient, Store
 from ganglion.execute.averaging.served.methods import ServedEasgd, ServedSgd
 from ganglion.execute.averaging.served.rules import Additive, Elastic, Rule
 from ganglion.execute.averaging.served.server import CenterServer
@@ -458,7 +458,7 @@ def test_a_reply_that_was_lost_is_sent_again_and_the_exchange_counts_once() -> N
         link.block.payload.fill_(4.0)
         link.ask(EXCHANGE, step=0, rate=0.5)
         bench.await_version(1)
-        link._phone.hang_up()  # the reply is on the wire, and lost
+        link._client.disconnect()  # the reply is on the wire, and lost
         push(other, 10.0, rate=0.5)
         answer = link.answer()
         assert answer.payload.tolist() == [0.0] * 8  # the centre the force was reckoned from
@@ -477,10 +477,10 @@ def test_a_request_that_never_arrived_is_applied_when_it_is_repeated() -> None:
         link, other = bench.link(0), bench.link(1)
         link.join()
         other.join()
-        link._phone.hang_up()
+        link._client.disconnect()
         assert push(link, 4.0, rate=0.5).envelope.version == 1
-        assert link.num_calls == 2
-        link._phone.hang_up()
+        assert link.num_connections == 2
+        link._client.disconnect()
         assert link.look().tolist() == [2.0] * 8
         link.leave()
         other.leave()
@@ -527,7 +527,7 @@ def test_what_a_worker_does_wrong_is_told_to_it_and_the_others_go_on() -> None:
         hasty = bench.link(3)
         hasty._is_member = True
         hasty._number = 6
-        hasty._call_again(time.monotonic() + DEADLINE_S)
+        hasty._reconnect(time.monotonic() + DEADLINE_S)
         hasty._number = 8
         with pytest.raises(ProtocolError, match="worker 3 sent request 9"):
             push(hasty, 1.0)
@@ -577,21 +577,21 @@ def test_a_stalled_worker_loses_its_turn_in_a_round_robin() -> None:
 
 def test_strangers_are_hung_up_on_and_delay_nobody() -> None:
     def script(bench: Bench) -> None:
-        silent, rude = (Phone(bench.store, RUN, 9) for _ in range(2))
+        silent, rude = (CenterClient(bench.store, RUN, 9) for _ in range(2))
         address = bench.store.get(f"ganglion/{RUN}/center/0").decode()
         bench.store.set("ganglion/wrong/center/0", address[:-4] + "0000")
-        silent.call(1.0)
-        rude = Phone(bench.store, "wrong", 9)
-        rude.call(1.0)
+        silent.connect(1.0)
+        rude = CenterClient(bench.store, "wrong", 9)
+        rude.connect(1.0)
         with pytest.raises(PeerLost):
-            rude.hear(DEADLINE_S, "an answer")
+            rude.receive(DEADLINE_S, "an answer")
         links = [bench.link(worker) for worker in (0, 1)]
         for link in links:
             link.join()
             push(link, 1.0)
             link.leave()
-        silent.hang_up()
-        rude.hang_up()
+        silent.disconnect()
+        rude.disconnect()
 
     assert Bench().play(script).books.version == 2
 
@@ -798,7 +798,7 @@ def test_alpha_follows_workers_that_leave(rate: ElasticRate, wanted: list[float]
                 others[0].leave()
                 bench.await_members(2)
             if turn == 3:
-                others[1]._phone.hang_up()
+                others[1]._client.disconnect()
                 bench.await_members(1)
             method.sync_now(LR)
             alphas.append(method._alpha)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ganglion.decide.topology import Launch, Mesh
 from ganglion.errors import ConfigError, LayoutError, PeerLost
 from ganglion.execute.averaging.average import ElasticAverage
-from ganglion.execute.averaging.choosing import Wishes
 from ganglion.execute.averaging.methods.packed import Packed
+from ganglion.execute.averaging.options import AveragingOptions
+from ganglion.execute.averaging.served.local_server import async_method
 from ganglion.execute.averaging.served.server import ServerMetrics
 from ganglion.execute.averaging.served.server_process import ServerProcess, announce_end
-from ganglion.execute.averaging.served.serving import served_method
 from ganglion.execute.averaging.workers import own_address, server_place
 from ganglion.execute.comm import World, run_threads
 from tests.support.averages import (
@@ -62,13 +62,15 @@ class Servers:
 class Worker:
     """One worker of a served method, and its loop."""
 
-    def __init__(self, world: World, wishes: Wishes, store: Any, model: nn.Module) -> None:
+    def __init__(
+        self, world: World, wanted: AveragingOptions, store: Any, model: nn.Module
+    ) -> None:
         self.rank, self.model, self.world = world.rank, model, world
         self.optimizer = plain_sgd(model.parameters())
         self.packed = Packed(model)
         group = world.group("data", use="averaging")
-        self.method, self.hosting = served_method(
-            wishes, self.packed, group, lambda: LR, DEADLINE_S, store
+        self.method, self.host = async_method(
+            wanted, self.packed, group, lambda: LR, DEADLINE_S, store
         )
         world.barrier()
         if world.rank == 0:
@@ -100,10 +102,10 @@ def run(
     **given: Any,
 ) -> tuple[list[Any], dict[int, list[ServerMetrics]]]:
     servers = Servers(num_servers, **(options or {}))
-    wishes = Wishes(servers=num_servers, **given)
+    wanted = AveragingOptions(servers=num_servers, **given)
 
     def worker(world: World) -> Any:
-        made = Worker(world, wishes, servers.store, make_model(seed=world.rank))
+        made = Worker(world, wanted, servers.store, make_model(seed=world.rank))
         result = body(made)
         made.method.close()
         return result
@@ -162,7 +164,7 @@ def test_a_restored_centre_forgets_its_speed() -> None:
     def body(worker: Worker) -> list[Weights]:
         worker.train(range(3))
         start = torch.zeros_like(worker.packed.gather())
-        worker.hosting.restore(start)
+        worker.host.restore(start)
         worker.method.load_state_dict({"center": start, "step": 3})
         worker.packed.gather().copy_(start)
         worker.packed.scatter()
@@ -180,7 +182,7 @@ def test_a_restored_centre_forgets_its_speed() -> None:
 
 def test_one_server_may_hold_several_centres() -> None:
     servers = Servers(1)
-    wishes = Wishes(mode="async", beta=0.9, tau=1, servers=1)
+    wanted = AveragingOptions(mode="async", beta=0.9, tau=1, servers=1)
 
     def body(world: World) -> list[Tensor]:
         models = [nn.Linear(2 + i, 3).double() for i in range(3)]
@@ -191,7 +193,7 @@ def test_one_server_may_hold_several_centres() -> None:
         for i, model in enumerate(models):
             group = world.group("data", use=f"averaging {i}")
             packed = Packed(model)
-            method, _ = served_method(wishes, packed, group, lambda: LR, DEADLINE_S, servers.store)
+            method, _ = async_method(wanted, packed, group, lambda: LR, DEADLINE_S, servers.store)
             methods.append(method)
         world.barrier()
         if world.rank == 0:
@@ -218,10 +220,10 @@ def test_a_server_that_is_started_again_goes_on_from_its_snapshot(tmp_path: Path
         return worker.center()
 
     servers = Servers(1, **options)
-    wishes = Wishes(mode="async", beta=0.9, tau=1, servers=1)
+    wanted = AveragingOptions(mode="async", beta=0.9, tau=1, servers=1)
 
     def train(world: World) -> Weights:
-        worker = Worker(world, wishes, servers.store, make_model())
+        worker = Worker(world, wanted, servers.store, make_model())
         center = body(worker)
         worker.method.close()
         return center
@@ -233,7 +235,7 @@ def test_a_server_that_is_started_again_goes_on_from_its_snapshot(tmp_path: Path
     announcement = again._hear(0)
     assert announcement is not None
     server = again._open(announcement, None, folder, 1)
-    server._door.close()
+    server._listener.close()
     assert server.books.version == 8
     views = Packed(make_model()).views(server.center)
     assert_near(dict(views), center)

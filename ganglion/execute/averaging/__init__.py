@@ -1,7 +1,10 @@
-"""Elastic averaging: workers that train on their own and are drawn to a shared centre."""
+"""Elastic averaging: workers train on their own and are drawn to a shared centre.
+
+`ElasticAverage` wraps a user's own loop; `train` builds the methods for replicas of a run. Models,
+data and the training loop of a run stay outside.
+"""
 
 from ganglion.execute.averaging.average import ElasticAverage
-from ganglion.execute.averaging.choosing import Wishes, choose_method
 from ganglion.execute.averaging.methods import (
     ExchangeMetrics,
     Method,
@@ -11,19 +14,21 @@ from ganglion.execute.averaging.methods import (
     local_sgd,
     slow_momentum,
 )
+from ganglion.execute.averaging.options import AveragingOptions
+from ganglion.execute.averaging.sync_factory import sync_method
 from ganglion.execute.averaging.workers import own_address, server_place
 
 __all__ = [
+    "AveragingOptions",
     "ElasticAverage",
     "ExchangeMetrics",
     "Method",
     "Packed",
-    "Wishes",
-    "choose_method",
     "diloco",
     "elastic_step_",
     "local_sgd",
     "own_address",
     "server_place",
     "slow_momentum",
+    "sync_method",
 ]

@@ -36,8 +36,6 @@ from ganglion.decide.plan import ASYNC_MODES, SYNC
 from ganglion.decide.schedules.exchanges import SyncExchange
 from ganglion.decide.topology import read_launch
 from ganglion.errors import ConfigError
-from ganglion.execute.averaging.building import check_digests
-from ganglion.execute.averaging.choosing import Wishes, choose_method
 from ganglion.execute.averaging.meeting_point import gather_around
 from ganglion.execute.averaging.methods import (
     BREAKDOWN,
@@ -51,6 +49,7 @@ from ganglion.execute.averaging.methods import (
     Stopwatch,
     SyncEasgd,
 )
+from ganglion.execute.averaging.options import AveragingOptions
 from ganglion.execute.averaging.saved import (
     CENTER_ONLY,
     FULL,
@@ -63,12 +62,13 @@ from ganglion.execute.averaging.saved import (
     saved_velocity,
 )
 from ganglion.execute.averaging.served import (
-    Hosting,
+    CenterHost,
     ServerMetrics,
     announce_end,
+    async_method,
     own_server,
-    served_method,
 )
+from ganglion.execute.averaging.sync_factory import check_digests, sync_method
 from ganglion.execute.averaging.two_level import two_level
 from ganglion.execute.averaging.workers import meet, own_address
 from ganglion.execute.comm import World, open_store
@@ -123,7 +123,7 @@ class ElasticAverage:
         timeout_s: float = 300.0,
     ) -> None:
         """Prepare to average `model`, which `optimizer` trains; all workers do so together."""
-        self._wishes = Wishes(
+        self._options = AveragingOptions(
             mode=mode,
             alpha=alpha,
             beta=beta,
@@ -150,12 +150,12 @@ class ElasticAverage:
         self._packed, self._watch = Packed(model), Stopwatch()
         self._hooks: list[RemovableHandle] = []
         self._is_swapped = self._is_closed = False
-        self._hosting: Hosting | None = None
+        self._host: CenterHost | None = None
         self._joined: Method | None = None
-        self._server = own_server(self._wishes, world, *self._how_to_meet)
+        self._server = own_server(self._options, world, *self._how_to_meet)
         if self._server is None:
             self._joined = self._join(world, None)
-        if self._hosting is not None:
+        if self._host is not None:
             atexit.register(self.close)  # others may still need what this worker serves
 
     @property
@@ -172,8 +172,8 @@ class ElasticAverage:
 
     def _join(self, world: World | None, old: SyncEasgd | OuterAveraging | None) -> Method:
         """Return the method among the workers of `world`, which begins where they stand."""
-        self._workers = meet(world, *self._how_to_meet, self._wishes.servers)
-        state = gather_around(self._packed, self._workers.everyone, old, self._wishes.terms())
+        self._workers = meet(world, *self._how_to_meet, self._options.servers)
+        state = gather_around(self._packed, self._workers.everyone, old, self._options.terms())
         if old is not None and state is not None:
             old.catch_up(state["center"], int(state["version"]), self._lr())
         method = self._build(None if old is None else old.turns)
@@ -182,22 +182,22 @@ class ElasticAverage:
         return method
 
     def _build(self, turns: SyncExchange | None) -> Method:
-        wishes, packed, workers = self._wishes, self._packed, self._workers
+        options, packed, workers = self._options, self._packed, self._workers
         if workers.inside.size > 1:
-            return two_level(wishes, packed, workers, self._lr())
-        if wishes.mode not in ASYNC_MODES:
-            return choose_method(wishes, packed, workers.between, self._lr(), turns)
+            return two_level(options, packed, workers, self._lr())
+        if options.mode not in ASYNC_MODES:
+            return sync_method(options, packed, workers.between, self._lr(), turns)
         environment, _, deterministic, timeout_s = self._how_to_meet
         if deterministic:
             raise ConfigError(
-                f'deterministic=True has no meaning with mode = "{wishes.mode}", which sums in the '
-                f'order of arrival: leave it out, or give mode="sync"'
+                f'deterministic=True has no meaning with mode = "{options.mode}", which sums in '
+                f'the order of arrival: leave it out, or give mode="sync"'
             )
         launch = read_launch(environment)
-        store = open_store(launch, timeout_s) if wishes.servers else None
+        store = open_store(launch, timeout_s) if options.servers else None
         listen_on = own_address(launch) if workers.is_owner else None
-        method, self._hosting = served_method(
-            wishes, packed, workers.between, self._lr, timeout_s, store, listen_on
+        method, self._host = async_method(
+            options, packed, workers.between, self._lr, timeout_s, store, listen_on
         )
         if store is not None and workers.index == 0:
             announce_end(store)
@@ -297,8 +297,8 @@ class ElasticAverage:
             return
         self._is_closed = True
         self._method.close()
-        if self._hosting is not None:
-            self._hosting.close()
+        if self._host is not None:
+            self._host.close()
         self._workers.close()
 
     # --- the centre ----------------------------------------------------------------------------
@@ -360,9 +360,9 @@ class ElasticAverage:
 
     def _restore_served(self, state: State) -> None:
         """Put a served centre back where it is kept; no worker goes on before."""
-        if self._hosting is not None:
+        if self._host is not None:
             self._workers.between.barrier()
-            self._hosting.restore(saved_center(self._packed, state), saved_velocity(state))
+            self._host.restore(saved_center(self._packed, state), saved_velocity(state))
             self._workers.between.barrier()
 
     # --- hooks ---------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ganglion.decide.plan import ASYNC_MODES
 from ganglion.errors import ConfigError
-from ganglion.execute.averaging.building import sync_sgd
-from ganglion.execute.averaging.choosing import Wishes, choose_method
 from ganglion.execute.averaging.methods import (
     MEAN_OF,
     ExchangeMetrics,
@@ -27,6 +25,8 @@ from ganglion.execute.averaging.methods import (
     State,
     SyncSgd,
 )
+from ganglion.execute.averaging.options import AveragingOptions
+from ganglion.execute.averaging.sync_factory import sync_method, sync_sgd
 from ganglion.execute.averaging.workers import Workers
 from ganglion.execute.comm import Group
 
@@ -120,17 +120,17 @@ class TwoLevel:
         self._inside.broadcast(self._center, 0).wait()
 
 
-def two_level(wishes: Wishes, packed: Packed, workers: Workers, lr: float) -> TwoLevel:
-    """Return both levels for this process: gradients by `reduction` inside, `wishes` between."""
+def two_level(options: AveragingOptions, packed: Packed, workers: Workers, lr: float) -> TwoLevel:
+    """Return both levels: gradients by `reduction` inside a worker, `options` between workers."""
     inside = workers.inside
-    if wishes.mode in ASYNC_MODES:
+    if options.mode in ASYNC_MODES:
         raise ConfigError(
-            f'mode = "{wishes.mode}" has workers of one process, but inner = {inside.size}: give '
+            f'mode = "{options.mode}" has workers of one process, but inner = {inside.size}: give '
             f'inner=1, or mode="sync"'
         )
-    gradients = sync_sgd(packed, inside, wishes.reduction, wishes.max_elements(packed))
-    wishes = dataclasses.replace(wishes, reduction=MEAN_OF)  # which was meant for the inside
-    between = None if inside.index else choose_method(wishes, packed, workers.between, lr)
+    gradients = sync_sgd(packed, inside, options.reduction, options.max_elements(packed))
+    options = dataclasses.replace(options, reduction=MEAN_OF)  # it belongs to the inner level
+    between = None if inside.index else sync_method(options, packed, workers.between, lr)
     # With a delay or fragments, an exchange may end after any step.
-    is_simple = wishes.delay == 0 and wishes.fragments == 1
-    return TwoLevel(packed, inside, gradients, between, wishes.tau if is_simple else 1)
+    is_simple = options.delay == 0 and options.fragments == 1
+    return TwoLevel(packed, inside, gradients, between, options.tau if is_simple else 1)

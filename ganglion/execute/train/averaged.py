@@ -1,13 +1,13 @@
 """Replicas as workers of elastic averaging: each trains by itself, exchanges draw them together.
 
-A rank exchanges what it holds of the model with the ranks that hold the same of other replicas:
+A rank exchanges its part of the model with the ranks that hold the same part of other replicas:
 every element has its own force, so a worker may be a whole pipeline of split layers.
 
     worker 0   [stage 0] [stage 1]        each column is one group of `data`,
     worker 1   [stage 0] [stage 1]        each cell packs its weights and has a part of the centre
 
 Asynchronous methods have one served centre for each column: by a thread of its first rank, or by
-the server processes of the plan, each of which holds a part of every column's.
+the server processes of the plan, each of which holds a part of every column's centre.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ganglion.decide.plan import (
     SYNC_EASGD,
     Plan,
 )
-from ganglion.execute.averaging import Wishes, choose_method
+from ganglion.execute.averaging import AveragingOptions, sync_method
 from ganglion.execute.averaging.methods import (
     ExchangeMetrics,
     Method,
@@ -46,11 +46,11 @@ from ganglion.execute.averaging.methods import (
     slow_momentum,
 )
 from ganglion.execute.averaging.served import (
+    CenterHost,
     CountingStore,
-    Hosting,
     ServedSgd,
     announce_end,
-    served_method,
+    async_method,
 )
 from ganglion.execute.comm import Group, World
 
@@ -61,9 +61,9 @@ DEFAULT_CENTER_MOMENTUM = 0.9
 class AveragingSettings:
     """How replicas average: exactly one of alpha, beta and rho; beta = 0.9 without any.
 
-    Only elastic methods have a rate. Exchanges come every `tau` steps, and run beside forward and
-    backward with `overlap`. `outer_lr` and `outer_momentum` are those of slow_momentum and diloco,
-    None for their own. `store`, `listen_on` and `timeout_s` are how a served centre is reached.
+    Only elastic methods have a rate. Exchanges happen every `tau` steps, beside forward and
+    backward with `overlap`. `outer_lr` and `outer_momentum` are for slow_momentum and diloco; None
+    for their defaults. `store`, `listen_on` and `timeout_s` are for a served centre.
     """
 
     alpha: float | None = None
@@ -80,8 +80,8 @@ class AveragingSettings:
     listen_on: str | None = None
     timeout_s: float = 300.0
 
-    def wishes(self, plan: Plan) -> Wishes:
-        """Return what the method of a plan is asked for."""
+    def options(self, plan: Plan) -> AveragingOptions:
+        """Return the options of the method of a plan."""
         method = plan.averaging
         has_rate = any(rate is not None for rate in (self.alpha, self.beta, self.rho))
         momentum = self.center_momentum
@@ -89,7 +89,7 @@ class AveragingSettings:
             momentum = DEFAULT_CENTER_MOMENTUM
         # An exchange that starts before the forward cannot know the rate of the coming step.
         overlap = self.overlap and (self.rho is None or method == SYNC_EASGD)
-        return Wishes(
+        return AveragingOptions(
             mode=MODE_OF_METHOD[method],
             alpha=self.alpha,
             beta=DEFAULT_BETA if method in ELASTIC and not has_rate else self.beta,
@@ -121,13 +121,13 @@ def average(
     settings: AveragingSettings,
     position: int = 0,
 ) -> Averaged | None:
-    """Return the averaging of tensors that some optimizers train, if the plan wants it.
+    """Return the averaging of tensors that some optimizers train; None if the plan has none.
 
-    All ranks call it alike; `position` counts what a rank averages apart: its stages.
+    All ranks call it in the same order; `position` numbers the stages of a rank.
     """
     if not plan.averages:
         return None
-    # Stages of a rank end their batches in an order of their own: a group for each.
+    # Stages of a rank end their batches in different orders: each needs its own group.
     group = world.group("data", use=f"averaging {position}")
     if not optimizers:
         return None
@@ -136,7 +136,7 @@ def average(
 
 
 def all_are_made(plan: Plan, world: World, settings: AveragingSettings) -> None:
-    """Let the servers of a plan know that all centres have been announced; all ranks call it."""
+    """Announce to the servers of a plan that no more centres follow; all ranks call it."""
     if plan.servers:
         world.barrier()
         if world.rank == 0:
@@ -158,49 +158,49 @@ class Averaged:
         """Pack parameters and buffers, which must be the same in all workers of `group`."""
         self._packed = Packed(_holder(tensors))
         self._names = {_inner(name): name for name in tensors}
-        self._group, self._wishes = group, settings.wishes(plan)
-        self._hosting: Hosting | None = None
-        self._looked: Tensor | None = None  # a served centre, as it was looked at last
-        self._velocity: Tensor | None = None  # and how it moved then, if it has momentum
-        self._num_before = 0  # exchanges before this process began
+        self._group, self._options = group, settings.options(plan)
+        self._host: CenterHost | None = None
+        self._looked: Tensor | None = None  # a served centre, as it was last read
+        self._velocity: Tensor | None = None  # and its velocity then, if it has momentum
+        self._num_before = 0  # exchanges before this process started
         self._method = self._make(settings, lr)
         self.forget_outer()
 
     def _make(self, settings: AveragingSettings, lr: Callable[[], float]) -> Method:
-        wishes, packed = self._wishes, self._packed
-        if wishes.mode not in ASYNC_MODES:
-            return choose_method(wishes, packed, self._group, lr())
-        method, self._hosting = served_method(
-            *(wishes, packed, self._group, lr, settings.timeout_s),
+        options, packed = self._options, self._packed
+        if options.mode not in ASYNC_MODES:
+            return sync_method(options, packed, self._group, lr())
+        method, self._host = async_method(
+            *(options, packed, self._group, lr, settings.timeout_s),
             *(settings.store, settings.listen_on),
         )
         return method
 
     def begin_pass(self) -> None:
-        """Say that the forward of a batch begins."""
+        """Start an overlapped exchange: the forward of a batch begins."""
         self._method.begin_pass()
 
     def before_step(self, lr: float) -> None:
-        """Say that the optimizer is about to step."""
+        """Take the force of an exchange: the optimizer is about to step."""
         self._method.before_step(lr)
 
     def after_step(self, lr: float) -> None:
-        """Say that it has stepped."""
+        """Apply the force: the optimizer has stepped."""
         self._method.after_step(lr)
 
     def metrics(self) -> ExchangeMetrics:
-        """Return what this worker saw of the exchanges so far."""
+        """Return the metrics of this worker's exchanges so far."""
         seen = self._method.metrics()
         return replace(seen, num_exchanges=seen.num_exchanges + self._num_before)
 
     def tensors(self) -> list[Tensor]:
-        """Return what averaging keeps on this rank, beside the weights and between steps."""
-        served = [] if self._hosting is None else self._hosting.tensors()
+        """Return the memory of averaging on this rank between steps, without the weights."""
+        served = [] if self._host is None else self._host.tensors()
         return [*self._method.tensors(), *served]
 
     @contextmanager
     def center_weights(self) -> Iterator[None]:
-        """Let the modules have the weights of the centre."""
+        """Give the modules the weights of the centre inside the block."""
         kept = self._packed.gather().clone()
         self._set(self._method.center())
         try:
@@ -210,7 +210,7 @@ class Averaged:
 
     def center(self) -> dict[str, Tensor]:
         """Return the centre by the names of the tensors, as views that a load may fill."""
-        if self._hosting is None:
+        if self._host is None:
             return self._named(self._method.center())
         if isinstance(self._method, ServedSgd):
             self._looked, self._velocity = self._method.moving_center()
@@ -221,7 +221,7 @@ class Averaged:
     def outer_state(self) -> dict[str, Tensor]:
         """Return the momentum of the centre by the names of the tensors, if it has any.
 
-        That of a served centre is what it was when that was looked at last, or is now.
+        That of a served centre belongs to the last `center()`, which is called if none was.
         """
         if isinstance(self._method, ServedSgd):
             return self._served_velocity()
@@ -247,7 +247,7 @@ class Averaged:
         }
 
     def forget_outer(self) -> None:
-        """Let the momentum of the centre be zero, in memory that a load can fill."""
+        """Set the momentum of the centre to zero, in memory that a load can fill."""
         if self._velocity is not None:
             self._velocity.zero_()
         if not isinstance(self._method, OuterAveraging):
@@ -260,31 +260,31 @@ class Averaged:
     def restart(self, step: int, num_exchanges: int, *, at_weights: bool) -> None:
         """Continue after `step` steps, with the centre at the present weights or where it is.
 
-        Where it is in other hands, that is where it was looked at last, and filled by a load.
+        A served centre is where the last `center()` was, which a load fills.
         """
-        if self._hosting is not None:
-            self._restart_served(self._hosting, step, num_exchanges, at_weights)
+        if self._host is not None:
+            self._restart_served(self._host, step, num_exchanges, at_weights)
             return
         center = self._packed.gather() if at_weights else self._method.center()
         state = {**self._method.state_dict(), "center": center.clone()}
         self._method.load_state_dict({**state, "step": step, "version": num_exchanges})
 
     def _restart_served(
-        self, hosting: Hosting, step: int, num_exchanges: int, at_weights: bool
+        self, host: CenterHost, step: int, num_exchanges: int, at_weights: bool
     ) -> None:
         center = self._packed.gather().to("cpu") if at_weights else self._looked
         assert center is not None, "a load asks for the centre first"
         center = center.clone()
-        if self._wishes.mode in (ASYNC_SGD, HOGWILD_SGD):
-            self._set(center)  # what was done since the last exchange belongs to no version
+        if self._options.mode in (ASYNC_SGD, HOGWILD_SGD):
+            self._set(center)  # steps since the last exchange belong to no version
         self._group.barrier()
-        hosting.restore(center, self._velocity)
+        host.restore(center, self._velocity)
         self._method.load_state_dict({"center": center, "step": step})
         self._group.barrier()
         self._num_before = num_exchanges - self._method.metrics().num_exchanges
 
     def close(self) -> None:
-        """Let nothing be in flight."""
+        """Finish what is in flight and release the method."""
         self._method.close()
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:
@@ -297,7 +297,7 @@ class Averaged:
 
 
 def _holder(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module that has just these tensors."""
+    """Return a module with exactly these tensors."""
     holder = nn.Module()
     for name, tensor in tensors.items():
         if isinstance(tensor, nn.Parameter):
@@ -308,5 +308,5 @@ def _holder(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _inner(name: str) -> str:
-    """Return a name without dots, which torch keeps for modules inside modules."""
+    """Return a name without dots, which torch reserves for nested modules."""
     return name.replace(".", "/")

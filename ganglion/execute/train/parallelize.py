@@ -60,8 +60,8 @@ from ganglion.execute.pipeline import (
     split_blocks,
 )
 from ganglion.execute.tensor import TensorSettings
+from ganglion.execute.train.async_workers import step_group, worker_executor
 from ganglion.execute.train.averaged import Averaged, AveragingSettings, all_are_made, average
-from ganglion.execute.train.drifting import agreeing, drifting
 from ganglion.execute.train.offloaded_activations import ActivationSettings, offload_activations
 from ganglion.execute.train.parts import RunParts
 from ganglion.execute.train.replica import Replica, autocast
@@ -272,7 +272,7 @@ def _build(
 ) -> Run:
     """Join the parts that the plan calls for."""
     plan, rate = context.plan, RateSetter(lr_factor)
-    context = dataclasses.replace(context, among=agreeing(context.world, plan))
+    context = dataclasses.replace(context, among=step_group(context.world, plan))
     # One stage that flushes is plain training; one that does not has a delay of its own.
     whole = plan.pipe == 1 and planned_schedule(plan, 0, context.schedules).flushes
     local = (
@@ -289,7 +289,7 @@ def _build(
             device=context.device,
             parameters=local.parameters,
             buffers=named_buffers({name: context.blocks[name] for name in local.block_names}),
-            executor=drifting(local.executor, context.world, plan),
+            executor=worker_executor(local.executor, context.world, plan),
             updates=local.updates,
             feedback=local.feedback,
             recorder=context.recorder,

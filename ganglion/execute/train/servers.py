@@ -1,4 +1,4 @@
-"""Processes of a run that hold the centre: the last ones of a launch, outside of the mesh."""
+"""Server processes of a run: the last ones of a launch, outside the mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def serve_centers(plan: Plan, launch: Launch, timeout_s: float = 300.0) -> bool:
     """Serve until all workers have left, if this process is a server; return whether it was.
 
-    A script of its own calls it before `parallelize`, with what `read_launch` read.
+    A script calls it before `parallelize`, with the result of `read_launch`.
     """
     if not plan.servers:
         return False
@@ -38,5 +38,5 @@ def workers_of(launch: Launch, plan: Plan) -> Launch:
 
 
 def store_of(launch: Launch, plan: Plan, timeout_s: float) -> CountingStore | None:
-    """Return where the workers of a plan find its servers, if it has any."""
+    """Return the store through which workers find the servers of a plan; None without servers."""
     return open_store(launch, timeout_s) if plan.servers else None

@@ -1,5 +1,10 @@
-"""A served centre: its wire, its server, and the methods that exchange with it."""
+"""A centre that one process serves to workers which exchange on their own.
 
+Holds the wire format, the server, the client and the methods that use them. Synchronous methods
+and shared memory do not belong here: they are in `methods`.
+"""
+
+from ganglion.execute.averaging.served.local_server import CenterHost, async_method
 from ganglion.execute.averaging.served.methods import ServedSgd
 from ganglion.execute.averaging.served.server import ServerMetrics
 from ganglion.execute.averaging.served.server_process import (
@@ -8,15 +13,14 @@ from ganglion.execute.averaging.served.server_process import (
     announce_end,
     own_server,
 )
-from ganglion.execute.averaging.served.serving import Hosting, served_method
 
 __all__ = [
+    "CenterHost",
     "CountingStore",
-    "Hosting",
     "ServedSgd",
     "ServerMetrics",
     "ServerProcess",
     "announce_end",
+    "async_method",
     "own_server",
-    "served_method",
 ]

@@ -1,12 +1,12 @@
-"""A worker's end of a served centre: one request at a time, answered once whatever happens.
+"""A worker's end of a served centre: one request at a time, applied exactly once.
 
     link.block.payload.copy_(weights)       # the memory of the message itself
     link.ask(EXCHANGE, step=7, rate=0.1)    # returns at once
     ...                                     # forward and backward
     answer = link.answer()                  # waits, with a deadline
 
-If the connection breaks, or the server is replaced by another, the link calls again and repeats
-what is unanswered under the same number; the centre applies it once.
+If the connection breaks, or the server is replaced, the link reconnects and repeats an unanswered
+request under the same number; the centre applies it once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ganglion.decide.schedules.exchanges import JOIN, LEAVE, LOOK, RETURN
 from ganglion.errors import CommError, PeerLost, ProtocolError
-from ganglion.execute.averaging.served.connections import Phone, Store
+from ganglion.execute.averaging.served.connections import CenterClient, Store
 from ganglion.execute.averaging.served.wire import (
     RECALL,
     REMIND,
@@ -32,12 +32,12 @@ from ganglion.execute.averaging.served.wire import (
     text_of,
 )
 
-_FAREWELL_S = 1.0
-_MAX_LOOKS = 10
+_LEAVE_S = 1.0
+_MAX_TRIES = 10
 
 
 class Answer(NamedTuple):
-    """The centre's reply; the payload is the receiver's own, and empty if nothing had to come."""
+    """The centre's reply; the receiver owns the payload."""
 
     envelope: Envelope
     payload: Tensor
@@ -63,47 +63,47 @@ class CenterLink:
         self.block = Block(numel, dtype)
         self.version = 0
         self.sent_bytes = 0
-        self.num_calls = 0
-        self.num_members = 0  # workers that the centre has, as it last said
+        self.num_connections = 0
+        self.num_members = 0  # workers of the centre, by its last answer
         self._timeout_s = timeout_s
-        self._phone = Phone(store, run_id, worker, shard)
+        self._client = CenterClient(store, run_id, worker, shard)
         self._plain = Block(0, dtype)  # for what has no payload
         self._number = 0
-        self._asked: tuple[Envelope, bool] | None = None  # what is unanswered
-        self._looks = ""  # what is asked beside the numbered requests: a look, a restore
-        self._early: Answer | None = None  # came while a look was awaited
+        self._asked: tuple[Envelope, bool] | None = None  # not answered yet
+        self._unnumbered = ""  # kind of the unnumbered request that is awaited
+        self._early: Answer | None = None  # came while an unnumbered answer was awaited
         self._is_member = False
 
     def join(self) -> Tensor:
-        """Become a member and return the centre, where this worker has to start."""
+        """Become a member and return the centre, where this worker must start."""
         self._ask(self._envelope(JOIN, 0, 0, 0.0), False)
         answer = self._await(0)
         self._is_member = True
         return answer.payload
 
     def look(self) -> Tensor:
-        """Return the centre as it is; what is in flight stays so."""
-        return self._ask_beside(LOOK).payload
+        """Return the present centre; a request in flight stays in flight."""
+        return self._ask_unnumbered(LOOK).payload
 
     def recall(self) -> tuple[Tensor, Tensor]:
-        """Return the centre and its velocity, of one version if writes ever pause so long."""
-        for _ in range(_MAX_LOOKS):
-            velocity, center = self._ask_beside(RECALL), self._ask_beside(LOOK)
+        """Return the centre and its velocity, of one version unless writes never pause."""
+        for _ in range(_MAX_TRIES):
+            velocity, center = self._ask_unnumbered(RECALL), self._ask_unnumbered(LOOK)
             if velocity.envelope.version == center.envelope.version:
                 break
         return center.payload, velocity.payload
 
     def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
-        """Put the centre at `center`; nothing may be in flight, of no worker."""
+        """Set the centre; no worker may have a request in flight."""
         assert self._asked is None, "one request at a time"
         self.block.payload.copy_(center)
-        self._ask_beside(RESTORE)
+        self._ask_unnumbered(RESTORE)
         if velocity is not None:
             self.block.payload.copy_(velocity)
-            self._ask_beside(REMIND)
+            self._ask_unnumbered(REMIND)
 
     def ask(self, kind: str, *, step: int, rate: float = 0.0) -> None:
-        """Send a request, with `block.payload`, which must stay as it is until it is answered."""
+        """Send a request with `block.payload`, which must not change until it is answered."""
         assert self._asked is None, "one request at a time"
         self._number += 1
         self._ask(self._envelope(kind, self._number, step, rate), True)
@@ -114,16 +114,16 @@ class CenterLink:
         return early if early is not None else self._await(self._number)
 
     def leave(self) -> None:
-        """Say goodbye if there is anybody to say it to, and hang up."""
+        """Leave the centre, if it is reachable, and disconnect."""
         try:
             if self._is_member:
                 envelope = self._envelope(LEAVE, 0, 0, 0.0)
-                self._phone.say(LEAVE, self._plain.seal(envelope, with_payload=False))
-                self._phone.flush(_FAREWELL_S)
+                self._client.send(LEAVE, self._plain.seal(envelope, with_payload=False))
+                self._client.flush(_LEAVE_S)
         except CommError:
-            pass  # the centre is gone: it misses nothing
+            pass  # the centre is gone and need not know
         self._is_member = False
-        self._phone.hang_up()
+        self._client.disconnect()
 
     # --- parts ---------------------------------------------------------------------------------
 
@@ -139,45 +139,47 @@ class CenterLink:
             rate=rate,
         )
 
-    def _ask_beside(self, kind: str) -> Answer:
-        """Ask what has no number and may be asked twice; return what comes back."""
-        self._looks = kind
-        self._say_beside()
+    def _ask_unnumbered(self, kind: str) -> Answer:
+        """Send a request without a number, which may be repeated; return its answer."""
+        self._unnumbered = kind
+        self._send_unnumbered()
         try:
             return self._await(0)
         finally:
-            self._looks = ""
+            self._unnumbered = ""
 
-    def _say_beside(self) -> None:
-        self._say(self._envelope(self._looks, 0, 0, 0.0), self._looks in (RESTORE, REMIND))
+    def _send_unnumbered(self) -> None:
+        self._send(
+            self._envelope(self._unnumbered, 0, 0, 0.0), self._unnumbered in (RESTORE, REMIND)
+        )
 
     def _ask(self, envelope: Envelope, with_payload: bool) -> None:
         self._asked = (envelope, with_payload)
-        self._say(envelope, with_payload)
+        self._send(envelope, with_payload)
 
-    def _say(self, envelope: Envelope, with_payload: bool) -> None:
-        """Send, or leave it to the one who waits for the answer to call again and repeat."""
+    def _send(self, envelope: Envelope, with_payload: bool) -> None:
+        """Send; after a failure, the wait for the answer reconnects and repeats."""
         block = self.block if with_payload else self._plain
         data = block.seal(envelope, with_payload=with_payload)
         try:
-            self._phone.say(envelope.kind, data, step=envelope.step, version=envelope.version)
+            self._client.send(envelope.kind, data, step=envelope.step, version=envelope.version)
             self.sent_bytes += data.nbytes
         except PeerLost:
-            self._phone.hang_up()
+            self._client.disconnect()
 
     def _await(self, number: int) -> Answer:
-        """Wait for the reply with this number; 0 is that to a join or a look."""
+        """Wait for the reply with this number; 0 is that of a join or an unnumbered request."""
         end_s = time.monotonic() + self._timeout_s
         while True:
             try:
                 remaining_s = max(0.0, end_s - time.monotonic())
-                data = self._phone.hear(remaining_s, "an answer of the centre")
+                data = self._client.receive(remaining_s, "an answer of the centre")
             except PeerLost as error:
                 if time.monotonic() >= end_s:
                     raise self._unanswered(number) from error
-                self._call_again(end_s)
+                self._reconnect(end_s)
                 continue
-            answer = self._opened(data)
+            answer = self._open(data)
             if answer.envelope.number == number:
                 return answer
             if number != 0:
@@ -187,11 +189,11 @@ class CenterLink:
                 )
             self._early = answer
 
-    def _opened(self, data: Tensor) -> Answer:
+    def _open(self, data: Tensor) -> Answer:
         answer = Answer(*open_block(data, self.side, None))
-        if answer.envelope.kind == TROUBLE:  # said to somebody whose number may be unreadable
+        if answer.envelope.kind == TROUBLE:  # its worker number may be wrong
             self._is_member = False
-            self._phone.hang_up()
+            self._client.disconnect()
             raise ProtocolError(
                 f"the centre refuses worker {self.worker}: {text_of(answer.payload)}"
             )
@@ -200,23 +202,23 @@ class CenterLink:
                 f"worker {self.worker} got an answer for worker {answer.envelope.worker}: give "
                 f"every worker a number of its own"
             )
-        if not (self._looks and answer.envelope.number == 0):
+        if not (self._unnumbered and answer.envelope.number == 0):
             self._asked = None
-            self.num_members = answer.envelope.members  # not by looks, which no record has
+            self.num_members = answer.envelope.members  # not by looks, which no record holds
             self.version = answer.envelope.version
         return answer
 
-    def _call_again(self, end_s: float) -> None:
-        """Connect, and repeat all that is unanswered."""
-        self._phone.call(max(0.001, end_s - time.monotonic()))
-        self.num_calls += 1
+    def _reconnect(self, end_s: float) -> None:
+        """Connect, and repeat all unanswered requests."""
+        self._client.connect(max(0.001, end_s - time.monotonic()))
+        self.num_connections += 1
         if self._is_member:
             next_number = self._number + (self._asked is None)
-            self._say(self._envelope(RETURN, next_number, 0, 0.0), False)
+            self._send(self._envelope(RETURN, next_number, 0, 0.0), False)
         if self._asked is not None:
-            self._say(*self._asked)
-        if self._looks:
-            self._say_beside()
+            self._send(*self._asked)
+        if self._unnumbered:
+            self._send_unnumbered()
 
     def _unanswered(self, number: int) -> PeerLost:
         what = f"request {number}" if number else "its call"

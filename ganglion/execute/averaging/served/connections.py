@@ -1,14 +1,14 @@
-"""One connection for each worker: how workers find a served centre, come, and are let go.
+"""One connection for each worker: how workers find a served centre, connect and disconnect.
 
-The centre listens at a place it writes into a store; a worker looks it up and calls. Each call
-becomes a transport of two ranks, so one dead worker breaks its own connection and no other:
+The centre publishes its address in a store; a worker looks it up and connects. Each connection is a
+transport of two ranks, so a dead worker breaks its own connection and no other:
 
     worker 0 ==transport==.
-    worker 1 ==transport===> Door.events(): who said what, and who is gone
-    a new worker --call---'
+    worker 1 ==transport===> CenterListener.events(): messages received, clients lost
+    a new worker ---------'
 
-Workers of the same host come through a Unix socket and shared memory; with `listen_on`, all come
-over TCP. A caller that does not know the token of the store's entry is hung up on.
+Workers of the same host connect through a Unix socket and shared memory; with `listen_on`, all use
+TCP. A client that does not send the token of the store's entry is disconnected.
 """
 
 from __future__ import annotations
@@ -34,191 +34,188 @@ _RETRY_S = 0.05
 
 
 class Store(Protocol):
-    """What is needed of a torch.distributed.Store."""
+    """The part of a torch.distributed.Store that is needed."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Read a value that is there."""
+        """Return a value that is present."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return when all keys are there, or raise RuntimeError."""
+        """Return when all keys are present, or raise RuntimeError."""
 
 
-class Said(NamedTuple):
-    """A message that came in whole."""
+class Received(NamedTuple):
+    """A whole message of a client."""
 
-    caller: int
+    client: int
     arrival: Arrival
 
 
-class Gone(NamedTuple):
-    """A connection that ended; the reason says how that showed."""
+class Lost(NamedTuple):
+    """A connection that ended, and how that was noticed."""
 
-    caller: int
+    client: int
     reason: str
 
 
-class _Line(NamedTuple):
-    connection: socket.socket
+class _Connection(NamedTuple):
+    socket: socket.socket
     descriptor: int
     transport: ShmTransport
 
 
-class Door:
-    """The centre's end of all connections; callers are numbered as they come."""
+class CenterListener:
+    """The centre's end of all connections; clients are numbered in the order they connect."""
 
     def __init__(self, listen_on: str | None = None) -> None:
         """Listen on this host only, or at the address `listen_on` for workers of all hosts."""
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._listener, place = _listen(listen_on)
+        self._socket, place = _listen(listen_on)
         self.address = f"{place} {self._token.hex()}"
-        self._is_near = listen_on is None
-        self._lines: dict[int, _Line] = {}
-        self._strangers: dict[int, tuple[socket.socket, bytearray]] = {}  # not greeted yet
-        self._callers: dict[int, int] = {}  # by descriptor
-        self._events: list[Said | Gone] = []
-        self._num_callers = 0
+        self._is_local = listen_on is None
+        self._connections: dict[int, _Connection] = {}
+        self._unverified: dict[int, tuple[socket.socket, bytearray]] = {}  # token not complete
+        self._clients: dict[int, int] = {}  # by descriptor
+        self._events: list[Received | Lost] = []
+        self._num_clients = 0
         self._poll = select.poll()
-        self._poll.register(self._listener.fileno(), select.POLLIN)
+        self._poll.register(self._socket.fileno(), select.POLLIN)
 
-    def events(self, timeout_s: float) -> list[Said | Gone]:
-        """Return what happened, after waiting for it at most so long."""
+    def events(self, timeout_s: float) -> list[Received | Lost]:
+        """Return the events since the last call; wait up to `timeout_s` for the first."""
         wait_s = 0.0 if self._events else max(0.0, timeout_s)
         for descriptor, _ in self._poll.poll(wait_s * 1000):
-            if descriptor == self._listener.fileno():
+            if descriptor == self._socket.fileno():
                 self._accept()
-            elif descriptor in self._strangers:
-                self._greet(descriptor)
-            elif descriptor in self._callers:  # else it was hung up on a moment ago
-                self._listen_to(self._callers[descriptor])
+            elif descriptor in self._unverified:
+                self._verify(descriptor)
+            elif descriptor in self._clients:  # else it was disconnected in this loop
+                self._receive(self._clients[descriptor])
         found, self._events = self._events, []
-        # A worker that was started again calls anew: the end of its first life comes before that.
-        return sorted(found, key=lambda event: event.caller)
+        # A restarted worker is a new client: the loss of its old connection must come first.
+        return sorted(found, key=lambda event: event.client)
 
-    def say(self, caller: int, kind: str, data: Tensor, *, step: int, version: int) -> None:
-        """Send to a caller and never wait; one that is gone shows in the events."""
-        line = self._lines.get(caller)
-        if line is None:
+    def send(self, client: int, kind: str, data: Tensor, *, step: int, version: int) -> None:
+        """Send without waiting; a client that is gone shows in the events."""
+        connection = self._connections.get(client)
+        if connection is None:
             return
         try:
-            line.transport.post(caller, kind, data, step=step, version=version)
+            connection.transport.post(client, kind, data, step=step, version=version)
         except PeerLost:
-            self._lose(caller, "it was gone before it was answered")
+            self._lose(client, "it was gone before it was answered")
         else:
-            self._watch(caller)
+            self._watch(client)
 
-    def hang_up(self, caller: int, *, at_once: bool = False) -> None:
-        """End a connection; it shows in no event.
+    def disconnect(self, client: int, *, at_once: bool = False) -> None:
+        """End a connection without an event.
 
-        What was said is handed over first, for up to a second, unless it must end `at_once`.
+        Messages under way are delivered first, for up to a second, unless it must end `at_once`.
         """
-        line = self._lines.pop(caller, None)
-        if line is None:
+        connection = self._connections.pop(client, None)
+        if connection is None:
             return
-        del self._callers[line.descriptor]
-        self._poll.unregister(line.descriptor)
-        if at_once and line.connection.fileno() >= 0:
+        del self._clients[connection.descriptor]
+        self._poll.unregister(connection.descriptor)
+        if at_once and connection.socket.fileno() >= 0:
             with contextlib.suppress(OSError):  # it is gone already
-                line.connection.shutdown(socket.SHUT_RDWR)
-        line.transport.close()
+                connection.socket.shutdown(socket.SHUT_RDWR)
+        connection.transport.close()
 
     def close(self) -> None:
-        """Hang up on everybody and stop listening."""
-        self._listener.close()
-        for stranger, _ in self._strangers.values():
-            stranger.close()
-        for caller in tuple(self._lines):
-            self.hang_up(caller)
+        """Disconnect all clients and stop listening."""
+        self._socket.close()
+        for unverified, _ in self._unverified.values():
+            unverified.close()
+        for client in tuple(self._connections):
+            self.disconnect(client)
 
     # --- parts ---------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return  # the caller gave up meanwhile
-        if not self._is_near:
+            return  # the client gave up meanwhile
+        if not self._is_local:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._strangers[connection.fileno()] = (connection, bytearray())
+        self._unverified[connection.fileno()] = (connection, bytearray())
         self._poll.register(connection.fileno(), select.POLLIN)
 
-    def _greet(self, descriptor: int) -> None:
-        """Read more of the token; a silent caller delays nobody."""
-        connection, heard = self._strangers[descriptor]
+    def _verify(self, descriptor: int) -> None:
+        """Read more of the token without waiting for the rest."""
+        connection, received = self._unverified[descriptor]
         try:
-            more = connection.recv(_TOKEN_BYTES - len(heard), socket.MSG_DONTWAIT)
+            more = connection.recv(_TOKEN_BYTES - len(received), socket.MSG_DONTWAIT)
         except OSError:
             more = b""
-        heard += more
-        if more and len(heard) < _TOKEN_BYTES:
+        received += more
+        if more and len(received) < _TOKEN_BYTES:
             return
-        del self._strangers[descriptor]
-        if secrets.compare_digest(bytes(heard), self._token):
-            self._admit(connection)
-        else:
+        del self._unverified[descriptor]
+        if not secrets.compare_digest(bytes(received), self._token):
             self._poll.unregister(descriptor)
             connection.close()
+            return
+        client = self._num_clients
+        self._num_clients += 1
+        transport = _transport(_SERVER, client, connection, self._is_local)
+        self._connections[client] = _Connection(connection, descriptor, transport)
+        self._clients[descriptor] = client
 
-    def _admit(self, connection: socket.socket) -> None:
-        caller = self._num_callers
-        self._num_callers += 1
-        transport = _transport(_SERVER, caller, connection, self._is_near)
-        self._lines[caller] = _Line(connection, connection.fileno(), transport)
-        self._callers[connection.fileno()] = caller
-
-    def _listen_to(self, caller: int) -> None:
-        line = self._lines[caller]
+    def _receive(self, client: int) -> None:
+        transport = self._connections[client].transport
         try:
-            while (arrival := line.transport.poll()) is not None:
-                self._events.append(Said(caller, arrival))
-        except PeerLost:  # its text names ranks of this one connection, which nobody knows
-            self._lose(caller, "its connection broke: look for the first error in its log")
+            while (arrival := transport.poll()) is not None:
+                self._events.append(Received(client, arrival))
+        except PeerLost:  # its text names ranks of this one connection, which no user knows
+            self._lose(client, "its connection broke: look for the first error in its log")
         except CommError as error:
-            self._lose(caller, str(error))
+            self._lose(client, str(error))
         else:
-            self._watch(caller)
+            self._watch(client)
 
-    def _watch(self, caller: int) -> None:
-        """Be woken when the caller takes more, if something waits for that."""
-        line = self._lines[caller]
+    def _watch(self, client: int) -> None:
+        """Poll for room to send as well while messages to the client wait."""
+        connection = self._connections[client]
         events = select.POLLIN
         try:
-            line.transport.flush(0.0)
+            connection.transport.flush(0.0)
         except PeerLost:
             events |= select.POLLOUT
-        if line.connection.fileno() < 0:  # the transport let go of it
-            self._lose(caller, "it closed the connection")
+        if connection.socket.fileno() < 0:  # the transport closed it
+            self._lose(client, "it closed the connection")
         else:
-            self._poll.modify(line.descriptor, events)
+            self._poll.modify(connection.descriptor, events)
 
-    def _lose(self, caller: int, reason: str) -> None:
-        self.hang_up(caller)
-        self._events.append(Gone(caller, reason))
+    def _lose(self, client: int, reason: str) -> None:
+        self.disconnect(client)
+        self._events.append(Lost(client, reason))
 
 
-class Phone:
-    """A worker's way to one shard of a centre, which it may have to call again."""
+class CenterClient:
+    """A worker's connection to one shard of a centre, which can be made again."""
 
     def __init__(self, store: Store, run_id: str, worker: int, shard: int = 0) -> None:
-        """Know where the address is to be found."""
+        """Prepare to connect to the address that `store` holds."""
         self._store = store
         self._key = place_of(run_id, shard)
         self._worker = worker
         self._shard = shard
-        self._line: ShmTransport | None = None
+        self._transport: ShmTransport | None = None
 
-    def call(self, timeout_s: float) -> None:
-        """Connect; a centre that does not answer is called again until the time is over."""
-        self.hang_up()
+    def connect(self, timeout_s: float) -> None:
+        """Connect, with new attempts for `timeout_s`; raise PeerLost if none succeeds."""
+        self.disconnect()
         end_s = time.monotonic() + timeout_s
         while True:
             try:
                 remaining_s = max(0.001, end_s - time.monotonic())
                 self._store.wait([self._key], timedelta(seconds=remaining_s))
                 address = self._store.get(self._key).decode("ascii")
-                connection, is_near = _dial(address, remaining_s)
+                connection, is_local = _dial(address, remaining_s)
                 break
             except (OSError, RuntimeError) as error:
                 if time.monotonic() >= end_s:
@@ -227,40 +224,41 @@ class Phone:
                         f"within {timeout_s:g} s ({error}): look for the first error in its log"
                     ) from error
                 time.sleep(_RETRY_S)
-        self._line = _transport(self._worker, _SERVER, connection, is_near)
+        self._transport = _transport(self._worker, _SERVER, connection, is_local)
 
-    def say(self, kind: str, data: Tensor, *, step: int = -1, version: int = -1) -> None:
-        """Send without waiting; PeerLost if the centre is gone."""
-        if self._line is None:
-            raise PeerLost(f"worker {self._worker} has no connection to the centre: call first")
-        self._line.post(_SERVER, kind, data, step=step, version=version)
+    def send(self, kind: str, data: Tensor, *, step: int = -1, version: int = -1) -> None:
+        """Send without waiting; raise PeerLost if the centre is gone."""
+        self._connected().post(_SERVER, kind, data, step=step, version=version)
 
-    def hear(self, timeout_s: float, awaiting: str) -> Tensor:
+    def receive(self, timeout_s: float, awaiting: str) -> Tensor:
         """Return the next message of the centre."""
-        if self._line is None:
-            raise PeerLost(f"worker {self._worker} has no connection to the centre: call first")
-        return self._line.receive(timeout_s, awaiting).tensor
+        return self._connected().receive(timeout_s, awaiting).tensor
 
     def flush(self, timeout_s: float) -> None:
-        """Return when all that was said is on its way."""
-        if self._line is not None:
-            self._line.flush(timeout_s)
+        """Return when all messages are on their way."""
+        if self._transport is not None:
+            self._transport.flush(timeout_s)
 
-    def hang_up(self) -> None:
-        """End the connection."""
-        if self._line is not None:
-            self._line.close()
-        self._line = None
+    def disconnect(self) -> None:
+        """End the connection, if there is one."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = None
+
+    def _connected(self) -> ShmTransport:
+        if self._transport is None:
+            raise PeerLost(f"worker {self._worker} has no connection to the centre: connect first")
+        return self._transport
 
 
 def place_of(run_id: str, shard: int) -> str:
-    """Return under which key of the store a shard's address stands."""
+    """Return the key of the store that holds a shard's address."""
     return f"ganglion/{run_id}/center/{shard}"
 
 
-def _transport(rank: int, peer: int, connection: socket.socket, is_near: bool) -> ShmTransport:
-    """Carry messages over a connected socket; far ends share no memory, all goes through it."""
-    inline_bytes = INLINE_BYTES if is_near else sys.maxsize
+def _transport(rank: int, peer: int, connection: socket.socket, is_local: bool) -> ShmTransport:
+    """Carry messages over a connected socket; other hosts share no memory with this one."""
+    inline_bytes = INLINE_BYTES if is_local else sys.maxsize
     return ShmTransport(rank, {peer: connection}, inline_bytes=inline_bytes)
 
 
@@ -285,7 +283,7 @@ def _listen(listen_on: str | None) -> tuple[socket.socket, str]:
 
 
 def _dial(address: str, timeout_s: float) -> tuple[socket.socket, bool]:
-    """Return a connected socket that has greeted, and whether the other end is on this host."""
+    """Return a connected socket that has sent the token, and whether it stays on this host."""
     way, place, name, token = address.split()
     if way == "unix" and place != this_host():
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""The server of a centre: takes whole messages of any worker, writes the centre, replies.
+"""The server of a centre: receives messages of any worker, writes the centre, replies.
 
-    while somebody is there or expected:
-        what did the door hear?  --> books: whose turn?  --> rule: write  --> reply from a copy
+    while workers are connected or expected:
+        listener: events --> books: whose turn? --> rule: write --> reply from a copy
 
-It never waits for one worker: a request is worked on when all of it is here, and a reply that its
-worker does not take stays with the connection. A worker that dies, talks nonsense or falls silent
-is dropped and the others go on.
+It never waits for one worker: a request is handled when all of it has arrived, and a reply that its
+worker does not read stays with the connection. A worker that dies, breaks the protocol or falls
+silent is dropped, and the others continue.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from ganglion.decide.schedules.exchanges import (
     ServedCenter,
 )
 from ganglion.errors import PeerLost, ProtocolError
-from ganglion.execute.averaging.served.connections import Door, Gone, Said, Store, place_of
+from ganglion.execute.averaging.served.connections import (
+    CenterListener,
+    Lost,
+    Received,
+    Store,
+    place_of,
+)
 from ganglion.execute.averaging.served.rules import Rule
 from ganglion.execute.averaging.served.snapshot import Snapshots
 from ganglion.execute.averaging.served.wire import (
@@ -58,7 +64,7 @@ _MAX_TICK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ServerMetrics:
-    """What the server of one shard has seen so far."""
+    """Counts of the server of one shard, so far."""
 
     version: int
     num_exchanges: Counter[int]  # writes by worker
@@ -66,18 +72,18 @@ class ServerMetrics:
     num_refused: int
     num_repeated: int
     max_queue: int
-    lost: dict[int, str]  # workers that did not say goodbye, and how that showed
+    lost: dict[int, str]  # workers that did not leave by themselves, and how that was noticed
     received_bytes: int
     apply_s: float  # spent writing the centre
 
 
-class _Asked(NamedTuple):
-    caller: int
+class _Request(NamedTuple):
+    client: int
     envelope: Envelope
     payload: Tensor
 
 
-class _Answered(NamedTuple):
+class _Reply(NamedTuple):
     block: Block
     envelope: Envelope
 
@@ -102,10 +108,10 @@ class CenterServer:
         snapshots: Snapshots | None = None,
         is_recording: bool = False,
     ) -> None:
-        """Listen, and publish in `store` where; `center` is this server's own from now on.
+        """Listen, publish the address in `store`, and take ownership of `center`.
 
-        It awaits `num_workers`, but any number may come. A worker that owes something and is
-        silent for `timeout_s` is dropped.
+        `num_workers` are expected, but any number may join. A worker that is silent for
+        `timeout_s` while no request of it is pending is dropped.
         """
         self.center = center
         self.books = ServedCenter(
@@ -119,11 +125,11 @@ class CenterServer:
         self._side = Side("the centre", run_id, shard, center.numel(), center.dtype)
         self._timeout_s = timeout_s
         self._snapshots = snapshots
-        self._workers: dict[int, int] = {}  # by caller
-        self._hung_up: set[int] = set()  # callers whose last words do not count
-        self._callers: dict[int, int] = {}  # by worker, members and those about to be
-        self._pending: dict[int, _Asked] = {}  # by worker
-        self._answered: dict[int, _Answered] = {}  # by worker
+        self._workers: dict[int, int] = {}  # by client
+        self._ignored: set[int] = set()  # clients whose further messages do not count
+        self._clients: dict[int, int] = {}  # by worker, members and those about to join
+        self._pending: dict[int, _Request] = {}  # by worker
+        self._answered: dict[int, _Reply] = {}  # by worker
         self._scratch = Block(center.numel(), center.dtype)
         self._heard_s: dict[int, float] = {}
         self._moved_s = time.monotonic()
@@ -131,35 +137,35 @@ class CenterServer:
         self._lost: dict[int, str] = {}
         self._received_bytes = 0
         self._apply_s = 0.0
-        self._door = Door(listen_on)
-        store.set(place_of(run_id, shard), self._door.address)
+        self._listener = CenterListener(listen_on)
+        store.set(place_of(run_id, shard), self._listener.address)
 
     def serve(self) -> None:
-        """Serve until all expected workers have come and all have gone."""
+        """Serve until all expected workers have joined and all have left."""
         tick_s = min(_MAX_TICK_S, self._timeout_s / 4)
         self._moved_s = time.monotonic()
         try:
             while not self.books.is_done:
-                for event in self._door.events(tick_s):
-                    self._take(event)
-                self._judge_silence()
+                for event in self._listener.events(tick_s):
+                    self._on_event(event)
+                self._drop_silent()
         finally:
-            self._door.close()
+            self._listener.close()
             if self._snapshots is not None:
                 self._save(self._snapshots)
 
     def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
-        """Put the centre at `center`, moving as it did or at rest; nobody exchanges now."""
+        """Set the centre and its velocity (None for zero); no worker may exchange meanwhile."""
         self.center.copy_(center)
-        self._remind(velocity)
+        self._set_velocity(velocity)
 
     def tensors(self) -> list[Tensor]:
-        """Return the centre, what its rule keeps, and the room of answers."""
+        """Return the centre, the state of its rule, and the buffers of replies."""
         answers = [answered.block.payload for answered in tuple(self._answered.values())]
         return [self.center, *self._rule.tensors(), self._scratch.payload, *answers]
 
     def metrics(self) -> ServerMetrics:
-        """Return what was seen so far."""
+        """Return the counts so far."""
         books = self.books
         return ServerMetrics(
             version=books.version,
@@ -173,58 +179,58 @@ class CenterServer:
             apply_s=self._apply_s,
         )
 
-    # --- what came ------------------------------------------------------------------------------
+    # --- incoming -------------------------------------------------------------------------------
 
-    def _take(self, event: Said | Gone) -> None:
-        if isinstance(event, Gone):
-            worker = self._workers.pop(event.caller, None)
-            if worker is not None and self._callers.get(worker) == event.caller:
+    def _on_event(self, event: Received | Lost) -> None:
+        if isinstance(event, Lost):
+            worker = self._workers.pop(event.client, None)
+            if worker is not None and self._clients.get(worker) == event.client:
                 self._drop(worker, event.reason)
-        elif event.caller not in self._hung_up:
+        elif event.client not in self._ignored:
             try:
-                self._hear(event)
+                self._on_message(event)
             except ProtocolError as error:
-                self._complain(event.caller, str(error))
+                self._report_error(event.client, str(error))
         self._pump()
 
-    def _hear(self, event: Said) -> None:
+    def _on_message(self, event: Received) -> None:
         data = event.arrival.tensor
         self._received_bytes += data.nbytes
-        envelope, payload = open_block(data, self._side, self._workers.get(event.caller))
-        worker = self._workers[event.caller] = envelope.worker
+        envelope, payload = open_block(data, self._side, self._workers.get(event.client))
+        worker = self._workers[event.client] = envelope.worker
         self._heard_s[worker] = time.monotonic()
         if envelope.kind == LEAVE:
             self._forget(worker)
         elif envelope.kind == RETURN:
-            self._readmit(event.caller, envelope)
+            self._readmit(event.client, envelope)
         elif envelope.kind in (LOOK, RECALL, RESTORE, REMIND):
-            self._answer_beside(event.caller, envelope, payload)
+            self._answer_unnumbered(event.client, envelope, payload)
         else:
-            self._admit(_Asked(event.caller, envelope, payload))
+            self._admit(_Request(event.client, envelope, payload))
 
-    def _answer_beside(self, caller: int, envelope: Envelope, payload: Tensor) -> None:
-        """Do at once what has no number and changes no version."""
+    def _answer_unnumbered(self, client: int, envelope: Envelope, payload: Tensor) -> None:
+        """Handle a request that has no number and changes no version."""
         if envelope.kind in (RESTORE, REMIND):
             self._check_whole(envelope, payload)
         if envelope.kind == RESTORE:
             self.restore(payload)
         elif envelope.kind == REMIND:
-            self._remind(payload)
+            self._set_velocity(payload)
         known = self._rule.state().get("velocity")
         if envelope.kind != RECALL:
             self._scratch.payload.copy_(self.center)
-        else:  # buffers have none, and zero is what a centre at rest has
+        else:  # buffers have no velocity, and a centre at rest has zero
             self._scratch.payload.zero_()
             if known is not None:
                 self._scratch.payload[: known.numel()] = known
         reply = self._reply_to(envelope, self.books.version)
-        self._send(caller, _Answered(self._scratch, reply))
+        self._send(client, _Reply(self._scratch, reply))
 
-    def _remind(self, velocity: Tensor | None) -> None:
+    def _set_velocity(self, velocity: Tensor | None) -> None:
         self._rule.load({} if velocity is None else {"velocity": velocity.clone()})
 
-    def _admit(self, asked: _Asked) -> None:
-        """Hand a request to the books."""
+    def _admit(self, asked: _Request) -> None:
+        """Check a request and pass it to the books."""
         kind, worker = asked.envelope.kind, asked.envelope.worker
         is_write = kind in WRITES
         if is_write and kind != self._rule.kind:
@@ -237,7 +243,7 @@ class CenterServer:
             self._check_whole(envelope, asked.payload)
         self.books.arrive(Request(kind, worker, envelope.number, envelope.version))
         if kind == JOIN:
-            self._callers[worker] = asked.caller
+            self._clients[worker] = asked.client
         self._pending[worker] = asked
 
     def _check_whole(self, envelope: Envelope, payload: Tensor) -> None:
@@ -247,17 +253,17 @@ class CenterServer:
                 f"but the centre has {self._side.numel}: give both the same model"
             )
 
-    def _readmit(self, caller: int, envelope: Envelope) -> None:
-        """Let a worker that lost its connection go on over a new one."""
+    def _readmit(self, client: int, envelope: Envelope) -> None:
+        """Let a worker that lost its connection continue over a new one."""
         worker = envelope.worker
-        if worker in self._callers:  # the end of the old connection has not shown yet
-            self._door.hang_up(self._callers[worker], at_once=True)
+        if worker in self._clients:  # the loss of the old connection has not been noticed yet
+            self._listener.disconnect(self._clients[worker], at_once=True)
             self._forget(worker)
         self.books.rejoin(worker, envelope.number)
-        self._callers[worker] = caller
+        self._clients[worker] = client
         self._lost.pop(worker, None)
 
-    # --- what to do -----------------------------------------------------------------------------
+    # --- replies --------------------------------------------------------------------------------
 
     def _pump(self) -> None:
         while (action := self.books.next()) is not None:
@@ -269,8 +275,8 @@ class CenterServer:
                 self._settle(asked, action)
                 self._save_if_due(action.request.kind)
 
-    def _settle(self, asked: _Asked, action: Serve | Refuse) -> None:
-        """Write the centre if that is to be done, and reply from a copy that is kept."""
+    def _settle(self, asked: _Request, action: Serve | Refuse) -> None:
+        """Write the centre if the request is one to write, and reply from a copy that is kept."""
         worker, kind = action.request.worker, action.request.kind
         block = self._block_of(worker)
         is_write = isinstance(action, Serve) and kind in WRITES
@@ -291,16 +297,16 @@ class CenterServer:
             apply_s=apply_s,
             moved=AS_SENT if moved is None else moved,
         )
-        self._answered[worker] = _Answered(block, reply)
-        self._send(asked.caller, self._answered[worker])
+        self._answered[worker] = _Reply(block, reply)
+        self._send(asked.client, self._answered[worker])
 
-    def _repeat(self, asked: _Asked) -> None:
+    def _repeat(self, asked: _Request) -> None:
         worker, number = asked.envelope.worker, asked.envelope.number
         known = self._answered.get(worker)
-        if known is None:  # the worker's word was taken for its numbers, and it contradicts itself
-            self._complain(asked.caller, f"request {number} was never answered here: join anew")
+        if known is None:  # a worker that returned gave numbers that contradict each other
+            self._report_error(asked.client, f"request {number} was never answered here: join anew")
         else:
-            self._send(asked.caller, known)
+            self._send(asked.client, known)
 
     def _block_of(self, worker: int) -> Block:
         known = self._answered.get(worker)
@@ -317,10 +323,10 @@ class CenterServer:
             members=books.num_shared,
         )
 
-    def _send(self, caller: int, answer: _Answered) -> None:
+    def _send(self, client: int, answer: _Reply) -> None:
         envelope = answer.envelope
         data = answer.block.seal(envelope)
-        self._door.say(caller, REPLY, data, step=envelope.step, version=envelope.version)
+        self._listener.send(client, REPLY, data, step=envelope.step, version=envelope.version)
 
     def _save_if_due(self, kind: str) -> None:
         snapshots = self._snapshots
@@ -330,21 +336,21 @@ class CenterServer:
     def _save(self, snapshots: Snapshots) -> None:
         snapshots.save(self.center, self.books.version, self._rule.state())
 
-    # --- who goes -------------------------------------------------------------------------------
+    # --- losses ---------------------------------------------------------------------------------
 
-    def _complain(self, caller: int, text: str) -> None:
-        """Tell a caller what is wrong with it, and listen to it no more.
+    def _report_error(self, client: int, text: str) -> None:
+        """Send an error to a client and ignore its further messages.
 
-        It hangs up when it has read that: to wait for that here would delay the others.
+        The client disconnects when it has read that; waiting for it would delay the others.
         """
-        worker = self._workers.pop(caller, -1)
-        self._hung_up.add(caller)
+        worker = self._workers.pop(client, -1)
+        self._ignored.add(client)
         envelope = Envelope(
             kind=TROUBLE, run_id=self._side.run_id, worker=worker, shard=self._side.shard
         )
         logger.warning("the centre refuses worker %d: %s", worker, text)
-        self._door.say(caller, TROUBLE, text_block(envelope, text), step=-1, version=-1)
-        if self._callers.get(worker) == caller:
+        self._listener.send(client, TROUBLE, text_block(envelope, text), step=-1, version=-1)
+        if self._clients.get(worker) == client:
             self._drop(worker, text)
 
     def _drop(self, worker: int, reason: str) -> None:
@@ -354,20 +360,20 @@ class CenterServer:
 
     def _forget(self, worker: int) -> None:
         self.books.leave(worker)
-        self._callers.pop(worker, None)
+        self._clients.pop(worker, None)
         self._pending.pop(worker, None)
         self._moved_s = time.monotonic()
 
-    def _judge_silence(self) -> None:
-        """Drop workers that owe something for too long; raise if nobody is left to wait for."""
+    def _drop_silent(self) -> None:
+        """Drop workers that were silent too long; raise PeerLost if no progress is possible."""
         now_s = time.monotonic()
-        for worker in tuple(self._callers):
+        for worker in tuple(self._clients):
             silent_s = now_s - self._heard_s[worker]
             if worker not in self._pending and silent_s > self._timeout_s:
-                self._door.hang_up(self._callers[worker], at_once=True)
+                self._listener.disconnect(self._clients[worker], at_once=True)
                 self._drop(worker, f"it was silent for {silent_s:.1f} s")
                 self._pump()
-        is_idle = not self.books.members or len(self._pending) == len(self._callers)
+        is_idle = not self.books.members or len(self._pending) == len(self._clients)
         if is_idle and not self.books.is_done and now_s - self._moved_s > self._timeout_s:
             raise self._alone()
 

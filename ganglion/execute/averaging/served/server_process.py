@@ -31,8 +31,8 @@ from ganglion.decide.plan import ASYNC_SGD, ROUND_ROBIN, SERVER_MODES
 from ganglion.decide.schedules.exchanges import FIRST_COME
 from ganglion.decide.topology import read_launch
 from ganglion.errors import ConfigError, PeerLost
-from ganglion.execute.averaging.choosing import SERVER, Wishes
 from ganglion.execute.averaging.methods import Packed
+from ganglion.execute.averaging.options import SERVER, AveragingOptions
 from ganglion.execute.averaging.served.connections import Store
 from ganglion.execute.averaging.served.rules import Additive, Elastic, Rule
 from ganglion.execute.averaging.served.server import CenterServer, ServerMetrics
@@ -89,7 +89,7 @@ def order_of(mode: str) -> str:
 
 
 def remote_center(
-    wishes: Wishes, packed: Packed, group: Group, store: CountingStore, timeout_s: float
+    options: AveragingOptions, packed: Packed, group: Group, store: CountingStore, timeout_s: float
 ) -> ShardedCenter:
     """Return this worker's end of a centre at the weights of the first worker of `group`."""
     run_id = broadcast_text(group, uuid.uuid4().hex[:16], 0)
@@ -101,10 +101,10 @@ def remote_center(
             dtype=str(like.dtype).removeprefix("torch."),
             num_trained=packed.num_trained,
             num_workers=group.size,
-            num_shards=wishes.servers,
-            mode=wishes.mode,
-            center_momentum=wishes.center_momentum,
-            max_staleness=wishes.max_staleness,
+            num_shards=options.servers,
+            mode=options.mode,
+            center_momentum=options.center_momentum,
+            max_staleness=options.max_staleness,
         )
         _announce(store, json.dumps(dataclasses.asdict(announcement)))
     center = ShardedCenter(
@@ -112,7 +112,7 @@ def remote_center(
         like,
         run_id=run_id,
         worker=group.index,
-        num_shards=wishes.servers,
+        num_shards=options.servers,
         timeout_s=timeout_s,
     )
     if group.index == 0:
@@ -134,7 +134,7 @@ def _place(number: int) -> str:
     return f"{_COUNTER}/{number}"
 
 
-class RemoteCenter:
+class RemoteHost:
     """What workers keep for a centre in other processes: the first of them can put it back."""
 
     def __init__(self, center: ShardedCenter, group: Group) -> None:
@@ -229,7 +229,7 @@ class ServerProcess:
 
 
 def own_server(
-    wishes: Wishes,
+    options: AveragingOptions,
     world: World | None,
     environment: Mapping[str, str],
     inner: int,
@@ -237,26 +237,26 @@ def own_server(
     timeout_s: float,
 ) -> ServerProcess | None:
     """Return what this process serves if it is one of the last `servers` that were started."""
-    _check(wishes)
-    if not wishes.servers:
+    _check(options)
+    if not options.servers:
         return None
     if world is not None or inner != 1 or deterministic:
         given = "a world" if world is not None else f"inner = {inner}"
         raise ConfigError(
-            f"servers = {wishes.servers} and {'deterministic' if deterministic else given} do not "
+            f"servers = {options.servers} and {'deterministic' if deterministic else given} do not "
             f"go together: servers are the last processes that a launcher started, beside workers "
             f"of one process each"
         )
     launch = read_launch(environment)
-    place = server_place(launch, wishes.servers)
+    place = server_place(launch, options.servers)
     if place is None:
         return None
     return ServerProcess(open_store(launch, timeout_s), place, timeout_s)
 
 
-def _check(wishes: Wishes) -> None:
+def _check(options: AveragingOptions) -> None:
     """Refuse servers that a mode has no use for, or another number of shards than servers."""
-    servers, mode, center = wishes.servers, wishes.mode, wishes.center
+    servers, mode, center = options.servers, options.mode, options.center
     if servers < 0:
         raise ConfigError(f"servers = {servers}: give 0 or more processes")
     if servers and mode not in SERVER_MODES:

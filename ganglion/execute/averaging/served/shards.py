@@ -71,7 +71,7 @@ class ShardedCenter:
     @property
     def num_retries(self) -> int:
         """How often a connection broke and was made again."""
-        return sum(max(0, part.link.num_calls - 1) for part in self.parts)
+        return sum(max(0, part.link.num_connections - 1) for part in self.parts)
 
     @property
     def sent_bytes(self) -> int:

@@ -1,16 +1,16 @@
-"""Workers that wait for nobody: results of the own worker, and news of the others as they come.
+"""Workers that do not wait for each other: own results, and numbers of the others as they arrive.
 
-A worker of an asynchronous method agrees with nobody at the end of a step. The leaders of all
-workers exchange a few numbers beside the steps: each puts in its newest ones when the last table is
-complete, and never waits for it.
+Workers of an asynchronous method do not agree at the end of a step. The leaders of all workers
+gather a table of a few numbers beside the steps: each adds its newest numbers when the last table
+is complete, and never waits for one.
 
     worker 0   step 1 | 2 | 3 | 4 |          | evaluate     a table is complete when the slowest
-    worker 1   step 1     | 2     | 3 | 4    | evaluate     has put its numbers in
+    worker 1   step 1     | 2     | 3 | 4    | evaluate     worker has added its numbers
                                       meet --'
 
-Where all must be at one place (evaluation, checkpoint, the end) they meet: tables are exchanged
-until all say that they wait. A request to stop is obeyed by the worker that reads it in a table;
-all read the same tables, so all obey it, each at a step of its own.
+Before an evaluation, a checkpoint and the end they meet: tables are gathered until all workers
+wait. A worker stops when a table holds a request to stop; all read the same tables, so all stop,
+each at a step of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _NUM = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _News:
-    """What a worker knows of all: means of their newest losses and norms, and the most memory."""
+class _Summary:
+    """The newest numbers of all workers: mean loss and norm, and the greatest memory."""
 
     loss: float
     grad_norm: float
@@ -43,7 +43,7 @@ class _News:
 
 
 class Notices:
-    """The tables that leaders exchange, and what they tell the ranks of their own worker."""
+    """The tables that leaders gather, shared with the ranks of each worker."""
 
     def __init__(self, world: World) -> None:
         """Make the groups; all ranks do so together."""
@@ -56,8 +56,8 @@ class Notices:
         self._handle: Handle | None = None
         self._table = torch.zeros(self._leaders.size, _NUM, dtype=torch.float64)
 
-    def step(self, result: StepResult) -> _News:
-        """Tell the numbers of a step when the last table is complete; return what is known."""
+    def step(self, result: StepResult) -> _Summary:
+        """Add the numbers of a step if the last table is complete; return the newest summary."""
         numbers = [result.loss, result.grad_norm, result.stop_requested, result.peak_bytes, 0]
         self._own = torch.tensor(numbers, dtype=torch.float64)
         if self._is_leader:
@@ -67,8 +67,8 @@ class Notices:
                 self._start()
         return self._shared(all_wait=False)
 
-    def meet(self) -> _News:
-        """Return when all workers wait here, or when one is known to ask for a stop."""
+    def meet(self) -> _Summary:
+        """Return when all workers wait here, or when a table brings a request to stop."""
         self._own[_WAITS] = 1
         stopped_before, all_wait = self._stops, False
         while self._is_leader and not all_wait:
@@ -84,7 +84,7 @@ class Notices:
         self._handle = self._leaders.all_gather(self._table, self._own.clone())
 
     def _read(self) -> bool:
-        """Take a table in; return whether all waited when they told."""
+        """Wait for the table; return whether all workers were waiting when they filled it."""
         assert self._handle is not None, "started before"
         self._handle.wait()
         self._handle = None
@@ -92,8 +92,8 @@ class Notices:
         self._stops |= bool(self._known[:, _STOP].any())
         return bool(self._known[:, _WAITS].all())
 
-    def _shared(self, *, all_wait: bool) -> _News:
-        """Return what the leader knows, on all ranks of its worker."""
+    def _shared(self, *, all_wait: bool) -> _Summary:
+        """Return the summary of the leader, on all ranks of its worker."""
         found = torch.zeros(_NUM, dtype=torch.float64)
         if self._is_leader:
             rows = self._own.repeat(self._leaders.size, 1) if self._known is None else self._known
@@ -105,7 +105,7 @@ class Notices:
         if self._worker.size > 1:
             self._worker.broadcast(found, 0).wait()
         self._stops = bool(found[_STOP])
-        return _News(
+        return _Summary(
             loss=float(found[_LOSS]),
             grad_norm=float(found[_NORM]),
             peak_bytes=int(found[_PEAK]),
@@ -114,52 +114,52 @@ class Notices:
         )
 
 
-def agreeing(world: World, plan: Plan) -> Group | None:
-    """Return the ranks that agree on every step: those of a worker that drifts, None for all."""
+def step_group(world: World, plan: Plan) -> Group | None:
+    """Return the ranks that agree on every step: one asynchronous worker, or None for all."""
     return world.group("pipe", *TENSOR_AXES, use="worker") if plan.drifts else None
 
 
-def drifting(executor: Executor, world: World, plan: Plan) -> Executor:
-    """Return the executor of a worker, which agrees with others now and then if the plan drifts."""
-    return DriftingExecutor(executor, Notices(world)) if plan.drifts else executor
+def worker_executor(executor: Executor, world: World, plan: Plan) -> Executor:
+    """Return `executor`, wrapped if the workers of the plan are asynchronous."""
+    return AsyncWorkerExecutor(executor, Notices(world)) if plan.drifts else executor
 
 
-class DriftingExecutor:
+class AsyncWorkerExecutor:
     """An executor whose ranks agree inside their worker only; each result comes one step late.
 
-    So the result of the step before a meeting can still say that somebody asked for a stop.
+    So the result of the step before a meeting can still carry a request to stop.
     """
 
     def __init__(self, inner: Executor, notices: Notices) -> None:
-        """Let `inner` train one worker."""
+        """Wrap `inner`, which trains one worker."""
         self._inner, self._notices = inner, notices
         self._held: StepResult | None = None
         self._has_trained = False
 
     def begin_at(self, step: int) -> None:
-        """Say that `step` updates have been made."""
+        """Continue after `step` updates."""
         self._inner.begin_at(step)
 
     def train(self, batch: Share) -> Iterator[StepResult]:
-        """Train on a batch; yield the result of the one before."""
+        """Train on a batch; yield the result of the batch before."""
         for result in self._inner.train(batch):
             self._has_trained = True
-            news = self._notices.step(result)
-            before, self._held = self._held, _with(result, news)
+            known = self._notices.step(result)
+            before, self._held = self._held, _with(result, known)
             if before is not None:
-                yield replace(before, stop_requested=news.stops)
+                yield replace(before, stop_requested=known.stops)
 
     def drain(self) -> Iterator[StepResult]:
-        """Meet the other workers, unless nothing was trained since; yield what was held back."""
+        """Meet the other workers if anything was trained since; yield the result held back."""
         if self._has_trained:
-            news = self._notices.meet()
-            self._has_trained = not news.all_wait
+            known = self._notices.meet()
+            self._has_trained = not known.all_wait
             held, self._held = self._held, None
             if held is not None:
-                yield _with(held, news)
+                yield _with(held, known)
 
     def older_weights(self) -> dict[str, Tensor]:
-        """Return what the worker needs besides the newest weights."""
+        """Return the older weights that the worker still needs."""
         return self._inner.older_weights()
 
     def evaluate(self, batch: Share) -> float | None:
@@ -167,11 +167,11 @@ class DriftingExecutor:
         return self._inner.evaluate(batch)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Return what the newest weights make of some inputs."""
+        """Return the outputs of the newest weights."""
         return self._inner.outputs(inputs)
 
     def request_stop(self) -> None:
-        """Ask all workers to stop, each at the step that hears of it."""
+        """Ask all workers to stop, each at the step that reads the request."""
         self._inner.request_stop()
 
     def gather_numbers(self, numbers: list[float]) -> Tensor:
@@ -187,11 +187,11 @@ class DriftingExecutor:
         self._inner.close()
 
 
-def _with(result: StepResult, news: _News) -> StepResult:
+def _with(result: StepResult, known: _Summary) -> StepResult:
     return replace(
         result,
-        loss=news.loss,
-        grad_norm=news.grad_norm,
-        peak_bytes=news.peak_bytes,
-        stop_requested=news.stops,
+        loss=known.loss,
+        grad_norm=known.grad_norm,
+        peak_bytes=known.peak_bytes,
+        stop_requested=known.stops,
     )

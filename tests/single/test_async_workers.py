@@ -15,8 +15,8 @@ from ganglion import Plan
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.pipeline import Share
+from ganglion.execute.train.async_workers import Notices
 from ganglion.execute.train.averaged import AveragingSettings
-from ganglion.execute.train.drifting import Notices
 from ganglion.execute.update import StepResult
 from tests.support.training import Case, make_batches, make_run, share_of
 
