@@ -102,7 +102,7 @@ def slow_world(world: World, carrier: Carrier) -> World:
         world.mesh,
         lambda axes: world.group(*axes),
         transport_along,
-        way=world.way,
+        carrier=world.carrier,
     )
 
 

@@ -125,7 +125,7 @@ def delayed_world(world: World, departures: Departures) -> World:
         world.mesh,
         lambda axes: world.group(*axes),
         transport_along,
-        way=world.way,
+        carrier=world.carrier,
     )
 
 

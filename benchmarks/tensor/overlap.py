@@ -202,7 +202,7 @@ def slow_world(world: World, bytes_per_s: float) -> World:
         link = links.setdefault(axes, Link(bytes_per_s))
         return SlowGroup(world.group(*axes, use=f"slow {made.count(axes)}"), link)
 
-    return World(world.rank, world.mesh, group_along, way=world.way)
+    return World(world.rank, world.mesh, group_along, carrier=world.carrier)
 
 
 # --- contestants -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from ganglion.decide.topology import Mesh
 from ganglion.errors import CommError
 from ganglion.execute.comm import MAX, SUM, torch_world
 from ganglion.execute.comm.mpi.group import EAGER_BYTES
-from ganglion.execute.comm.mpi.world import MpiMeeting, mpi_launch
+from ganglion.execute.comm.mpi.world import MpiGroupFactory, mpi_launch
 from ganglion.execute.comm.reduce_order import combine, combine_by_tree
 from tests.dist.test_comm_gloo import every_collective
 from tests.support.command import TINY, metrics_of
@@ -46,7 +46,7 @@ SIZES = (0, 1, 7, 1001, EAGER_BYTES + 3, 100_003)
 SHAPES = ((), (0,), (1,), (3, 0, 2), (5, 7, 3), (1, 1, 1, 1, 2), (700, 501))
 
 
-def open_mail(meeting: MpiMeeting) -> Any:
+def open_mail(meeting: MpiGroupFactory) -> Any:
     return meeting.world(Mesh(data=meeting.num_ranks)).open_transport("data")
 
 
@@ -57,7 +57,7 @@ def numbers(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def meshes(meeting: MpiMeeting) -> list[dict[str, list[float]]]:
+def meshes(meeting: MpiGroupFactory) -> list[dict[str, list[float]]]:
     results = []
     for mesh in (Mesh(data=meeting.num_ranks), Mesh(x=meeting.num_ranks)):
         world = meeting.world(mesh)
@@ -66,7 +66,7 @@ def meshes(meeting: MpiMeeting) -> list[dict[str, list[float]]]:
     return results
 
 
-def exact(meeting: MpiMeeting) -> list[str]:
+def exact(meeting: MpiGroupFactory) -> list[str]:
     """Return the cases in which some bit differs from a combination in order of rank."""
     world = meeting.world(Mesh(data=meeting.num_ranks))
     group, size, wrong = world.group("data"), meeting.num_ranks, []
@@ -110,7 +110,7 @@ def _differences(group: Any, size: int, dtype: torch.dtype, count: int) -> list[
     return [name for name in results if not torch.equal(results[name], expected[name])]
 
 
-def in_place(meeting: MpiMeeting) -> list[bool]:
+def in_place(meeting: MpiGroupFactory) -> list[bool]:
     """Input and output may be the same memory."""
     world = meeting.world(Mesh(data=meeting.num_ranks))
     group, same = world.group("data"), []
@@ -126,7 +126,7 @@ def in_place(meeting: MpiMeeting) -> list[bool]:
     return same
 
 
-def interleaved(meeting: MpiMeeting) -> list[bool]:
+def interleaved(meeting: MpiGroupFactory) -> list[bool]:
     """Ranks may start collectives of different groups in different orders."""
     worlds = [meeting.world(Mesh(data=meeting.num_ranks)) for _ in range(3)]
     groups = [world.group("data") for world in worlds]
@@ -145,7 +145,7 @@ def interleaved(meeting: MpiMeeting) -> list[bool]:
     return right
 
 
-def by_itself(meeting: MpiMeeting) -> list[bool]:
+def by_itself(meeting: MpiGroupFactory) -> list[bool]:
     """A started collective ends while this rank does not call MPI."""
     world = meeting.world(Mesh(data=meeting.num_ranks))
     group, ended = world.group("data"), []
@@ -160,7 +160,7 @@ def by_itself(meeting: MpiMeeting) -> list[bool]:
     return ended
 
 
-def disagreeing(meeting: MpiMeeting) -> list[str]:
+def disagreeing(meeting: MpiGroupFactory) -> list[str]:
     calls: list[Callable[[Any], Any]] = [
         lambda g: g.all_reduce(torch.zeros(5 + meeting.rank)),
         lambda g: g.all_reduce(torch.zeros(99_000 * (1 + meeting.rank))),
@@ -173,7 +173,7 @@ def disagreeing(meeting: MpiMeeting) -> list[str]:
     return [_error_of(meeting, call) for call in calls]
 
 
-def _error_of(meeting: MpiMeeting, call: Callable[[Any], Any]) -> str:
+def _error_of(meeting: MpiGroupFactory, call: Callable[[Any], Any]) -> str:
     world = meeting.world(Mesh(data=meeting.num_ranks))
     try:
         call(world.group("data")).wait()
@@ -184,7 +184,7 @@ def _error_of(meeting: MpiMeeting, call: Callable[[Any], Any]) -> str:
     return "no error"
 
 
-def stalled(meeting: MpiMeeting) -> list[str]:
+def stalled(meeting: MpiGroupFactory) -> list[str]:
     """The last rank stays away from a collective, until the others have given up."""
     world, mail, last = meeting.world(Mesh(data=meeting.num_ranks)), open_mail(meeting), []
     group: Any = world.group("data")
@@ -205,7 +205,7 @@ def stalled(meeting: MpiMeeting) -> list[str]:
     return last
 
 
-def messages(meeting: MpiMeeting) -> list[str]:
+def messages(meeting: MpiGroupFactory) -> list[str]:
     """Post messages of all shapes and dtypes to everybody; return what arrived wrongly."""
     mail, wrong, count = open_mail(meeting), [], 0
     kinds = [(shape, dtype) for shape in SHAPES for dtype in (*DTYPES, torch.bool, torch.complex64)]
@@ -235,7 +235,7 @@ def _content(rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype)
     return (tensor.transpose(0, -1) if tensor.dim() == 3 else tensor).to(dtype).reshape(shape)
 
 
-def strided(meeting: MpiMeeting) -> list[bool]:
+def strided(meeting: MpiGroupFactory) -> list[bool]:
     """Both sides post much at once; what is not contiguous arrives as it looks."""
     mail, seen = open_mail(meeting), []
     for target in mail.peers:
@@ -250,7 +250,7 @@ def strided(meeting: MpiMeeting) -> list[bool]:
     return seen
 
 
-def troubled_mail(meeting: MpiMeeting) -> list[str]:
+def troubled_mail(meeting: MpiGroupFactory) -> list[str]:
     mail: Any = open_mail(meeting)
     errors = [_complaint(lambda: mail.receive(0.1, awaiting="a gradient"))]
     errors.append(_complaint(lambda: mail.post(99, "forward", torch.zeros(1))))
@@ -280,7 +280,7 @@ def _complaint(call: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def again_and_again(meeting: MpiMeeting) -> list[list[int]]:
+def again_and_again(meeting: MpiGroupFactory) -> list[list[int]]:
     """Return the descriptors and threads before and after making a hundred groups."""
     counts = []
     for rounds in (3, 100):
@@ -293,14 +293,14 @@ def again_and_again(meeting: MpiMeeting) -> list[list[int]]:
     return counts
 
 
-def torch_too(meeting: MpiMeeting) -> list[Any]:
+def torch_too(meeting: MpiGroupFactory) -> list[Any]:
     """Checkpoints need torch's own group."""
     ranks: list[Any] = [None] * meeting.num_ranks
     dist.all_gather_object(ranks, meeting.rank)
     return [dist.get_backend(), ranks]
 
 
-def trained_over_gloo(meeting: MpiMeeting) -> list[float]:
+def trained_over_gloo(meeting: MpiGroupFactory) -> list[float]:
     """Return the losses of a training in these processes, which Gloo carries."""
     from ganglion.cli.folder import prepare_folder
     from ganglion.cli.launch.rank_main import train_in_folder
@@ -324,7 +324,7 @@ def tiny_run_file(folder: Path) -> RunFile:
     return load_run_file(recipe(QUICKSTART), overrides, QUICKSTART)
 
 
-def dying(meeting: MpiMeeting) -> None:
+def dying(meeting: MpiGroupFactory) -> None:
     group = meeting.world(Mesh(data=meeting.num_ranks)).group("data")
     group.barrier()
     if meeting.rank == 1:
@@ -332,7 +332,7 @@ def dying(meeting: MpiMeeting) -> None:
     group.all_reduce(torch.zeros(100_000)).wait()
 
 
-def raising(meeting: MpiMeeting) -> None:
+def raising(meeting: MpiGroupFactory) -> None:
     group = meeting.world(Mesh(data=meeting.num_ranks)).group("data")
     group.barrier()
     if meeting.rank == 1:
@@ -347,7 +347,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with (folder / f"stack{os.getpid()}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-        meeting = MpiMeeting(TIMEOUT_S)
+        meeting = MpiGroupFactory(TIMEOUT_S)
         results = {}
         for name in sys.argv[2:]:  # the last may be the end of the process
             results[name] = globals()[name](meeting)

@@ -103,9 +103,9 @@ class _Process:
 @functools.cache
 def meeting() -> Any:
     """Return the meeting of all ranks of this mpiexec."""
-    from ganglion.execute.comm.mpi.world import MpiMeeting
+    from ganglion.execute.comm.mpi.world import MpiGroupFactory
 
-    return MpiMeeting(timeout_s=60.0)
+    return MpiGroupFactory(timeout_s=60.0)
 
 
 def main() -> None:

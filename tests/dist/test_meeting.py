@@ -15,8 +15,7 @@ import torch
 from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError
 from ganglion.execute.comm import MAX, World, run_threads, torch_world
-from ganglion.execute.comm.choice import choose_way
-from ganglion.execute.comm.hosts import HostMap, this_host
+from ganglion.execute.comm.hosts import HostMap, choose_transport, this_host
 from tests.support.harness import RankFailed, Ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -205,11 +204,11 @@ def test_a_death_reaches_every_rank(hosts: str) -> None:
     ],
 )
 def test_choice(wanted: str, names: str, has_gpu: bool, way: str) -> None:
-    assert choose_way(wanted, HostMap(tuple(names)), has_gpu=has_gpu) == way
+    assert choose_transport(wanted, HostMap(tuple(names)), has_gpu=has_gpu) == way
 
 
 def test_hosts_without_a_name_share_nothing() -> None:
-    assert choose_way("auto", HostMap(("", "")), has_gpu=False) == "torch"
+    assert choose_transport("auto", HostMap(("", "")), has_gpu=False) == "torch"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +221,7 @@ def test_hosts_without_a_name_share_nothing() -> None:
 )
 def test_impossible_choices_are_refused(wanted: str, names: str, has_gpu: bool, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        choose_way(wanted, HostMap(tuple(names)), has_gpu=has_gpu)
+        choose_transport(wanted, HostMap(tuple(names)), has_gpu=has_gpu)
 
 
 def test_this_host_has_a_name_that_stays() -> None:

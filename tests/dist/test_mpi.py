@@ -286,7 +286,10 @@ def test_trouble_with_messages_names_the_rank(outcome: Outcome) -> None:
     peers = "rank 1" if outcome.num_ranks == 2 else "ranks [1, 2]"
     assert silent.startswith(f"PeerLost: rank 0 waited 0.1 s for a gradient: {peers} stayed silent")
     assert unknown.startswith("ProtocolError: rank 0 has no peer 99")
-    assert "sent what is no message header (" in garbage and "ProtocolError: rank " in garbage
+    assert (
+        "sent bytes that are not a message header (" in garbage
+        and "ProtocolError: rank " in garbage
+    )
     assert kinds == str(["last"] * len(others))
     assert left.startswith(f"PeerLost: rank 0 awaited a gradient, but {peers} had closed")
     assert late.startswith("PeerLost: rank 0 sent a message of kind 'more', but rank 1 had closed")

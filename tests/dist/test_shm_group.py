@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.execute.comm import MAX, SUM, World
 from ganglion.execute.comm.shm.group import ShmGroup
-from ganglion.execute.comm.shm.signals import Links
+from ganglion.execute.comm.shm.group_links import GroupLinks
 from ganglion.execute.comm.shm.unix_mesh import connect_mesh
 from tests.single.test_shm_group_parts import (
     DTYPES,
@@ -159,14 +159,14 @@ def killed(world: World, size: int, when: str) -> None:
     if world.rank == 1:
         if when == "midway":
             count = itertools.count()
-            real = Links.synchronize
+            real = GroupLinks.synchronize
 
-            def dying(self: Links, what: object) -> None:
+            def dying(self: GroupLinks, what: object) -> None:
                 if next(count) == 3:
                     os.kill(os.getpid(), signal.SIGKILL)
                 real(self, what)
 
-            Links.synchronize = dying  # type: ignore[method-assign]
+            GroupLinks.synchronize = dying  # type: ignore[method-assign]
             group.all_reduce(torch.ones(size)).wait()
         time.sleep(0.3)  # let the others get to where they wait
         os.kill(os.getpid(), signal.SIGKILL)

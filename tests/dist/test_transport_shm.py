@@ -30,8 +30,8 @@ from hypothesis import strategies as st
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.execute.comm import World
 from ganglion.execute.comm.message import Arrival, Forms
-from ganglion.execute.comm.shm.link import _FRAME, _MAGIC, SLOT
-from ganglion.execute.comm.shm.memory import Segment, slot_size
+from ganglion.execute.comm.shm.memory import SlotSegment, slot_size
+from ganglion.execute.comm.shm.message_link import _FRAME, _MAGIC, SLOT
 from ganglion.execute.comm.shm.transport import ShmTransport, open_shm_transport
 from ganglion.execute.comm.shm.unix_mesh import connect_mesh
 from ganglion.trace import Recorder
@@ -236,7 +236,7 @@ def test_slots_waste_little(num_bytes: int) -> None:
     assert num_bytes <= size <= max(num_bytes * 5 // 4 + 1, num_bytes + resource.getpagesize())
 
 
-def no_memory(number: int, slot_bytes: int, num_slots: int) -> Segment:
+def no_memory(number: int, slot_bytes: int, num_slots: int) -> SlotSegment:
     raise OSError(12, "Cannot allocate memory")
 
 
@@ -259,7 +259,7 @@ def post_at_the_file_limit(world: World) -> str:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("ganglion.execute.comm.shm.link").addHandler(handler)
+    logging.getLogger("ganglion.execute.comm.shm.message_link").addHandler(handler)
     first, second = socket.socketpair()
     ends = ShmTransport(0, {1: first}), ShmTransport(1, {0: second})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -348,7 +348,7 @@ def test_what_came_before_garbage_is_handed_out_first() -> None:
 def test_a_segment_shorter_than_announced_is_refused() -> None:
     """Reading past its end would kill the receiver with SIGBUS."""
 
-    class Short(Segment):
+    class Short(SlotSegment):
         def release(self) -> int:
             os.close(super().release())
             return os.memfd_create("ganglion")

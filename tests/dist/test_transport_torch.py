@@ -201,4 +201,4 @@ def send_garbage(world: World) -> str:
 
 def test_garbage_is_a_protocol_error_that_names_the_peer(ranks: Ranks) -> None:
     message, _ = ranks.run(2, send_garbage)
-    assert "rank 1 sent what is no message header" in message
+    assert "rank 1 sent bytes that are not a message header" in message

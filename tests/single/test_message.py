@@ -56,7 +56,7 @@ def test_what_the_wire_cannot_carry_is_refused(
 
 @given(st.binary(max_size=700))
 def test_garbage_is_refused_by_name(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="rank 7 sent what is no message header"):
+    with pytest.raises(ProtocolError, match="rank 7 sent bytes that are not a message header"):
         Forms().parse(data, 7)
 
 

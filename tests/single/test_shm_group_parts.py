@@ -25,9 +25,9 @@ from ganglion.execute.comm import MAX, SUM
 from ganglion.execute.comm.calls import GOODBYE, SIGNAL, Call, Hello, Inbox, pack_failure
 from ganglion.execute.comm.reduce_order import combine, combine_aliased, combine_by_tree, tree_pairs
 from ganglion.execute.comm.shm import bulk as shm_bulk
-from ganglion.execute.comm.shm import segment as shm_segment
+from ganglion.execute.comm.shm import memory as shm_memory
 from ganglion.execute.comm.shm.group import ShmGroup
-from ganglion.execute.comm.shm.outbox import Outbox
+from ganglion.execute.comm.shm.group_links import Outbox
 from ganglion.execute.comm.shm.staging import SumSlabs
 from tests.support.profiles import examples
 
@@ -580,7 +580,7 @@ def test_a_buffer_without_shared_memory_is_an_ordinary_one(monkeypatch: Any) -> 
             raise OSError(28, "No space left on device")
         real(descriptor, offset, length)
 
-    monkeypatch.setattr(shm_segment.os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(shm_memory.os, "posix_fallocate", fallocate)
 
     def body(groups: list[ShmGroup]) -> None:
         ready.wait(30)
@@ -621,7 +621,7 @@ def test_without_shared_memory_nobody_has_a_common_one(monkeypatch: Any) -> None
             raise OSError(28, "No space left on device")
         real(descriptor, offset, length)
 
-    monkeypatch.setattr(shm_segment.os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(shm_memory.os, "posix_fallocate", fallocate)
 
     def body(groups: list[ShmGroup]) -> Tensor | None:
         ready.wait(30)

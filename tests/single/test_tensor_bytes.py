@@ -91,7 +91,7 @@ def counted_world(world: World, reduced: Counter[tuple[str, ...]]) -> World:
         uses[axes] += 1
         return CountedGroup(world.group(*axes, use=str(uses[axes])), reduced, axes)
 
-    return World(world.rank, world.mesh, group_along, way=world.way)
+    return World(world.rank, world.mesh, group_along, carrier=world.carrier)
 
 
 @dataclass(frozen=True)

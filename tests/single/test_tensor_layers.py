@@ -29,7 +29,7 @@ from ganglion.decide.topology import (
     WidthCut,
 )
 from ganglion.errors import ConfigError, DataError, LayoutError
-from ganglion.execute.comm import Done, Group, Handle, SoloGroup, World, run_threads
+from ganglion.execute.comm import DoneHandle, Group, Handle, SoloGroup, World, run_threads
 from ganglion.execute.models import build_model, named_blocks, tensor_cuts
 from ganglion.execute.tensor import (
     TensorParallel,
@@ -248,7 +248,7 @@ class FakeGroup(SoloGroup):
         self.log.append(f"start {number}")
         log = self.log
 
-        class Logged(Done):
+        class Logged(DoneHandle):
             def wait(self) -> None:
                 if f"wait {number}" not in log:
                     log.append(f"wait {number}")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ganglion.errors import PeerLost, ProtocolError
-from ganglion.execute.comm.local.transport import Faults, LocalMail, LocalTransport
+from ganglion.execute.comm.local.transport import Faults, LocalMailboxes, LocalTransport
 from ganglion.execute.comm.message import Arrival
 from ganglion.trace import Recorder
 from tests.support.messages import check_letters, exchange_letters, traffic
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 def exchanged(
     num_ranks: int, seed: int, num_letters: int, faults: Faults | None
 ) -> list[list[Arrival]]:
-    mail = LocalMail(num_ranks, faults)
+    mail = LocalMailboxes(num_ranks, faults)
     letters = traffic(seed, num_ranks, num_letters)
 
     def body(rank: int) -> list[Arrival]:
@@ -50,7 +50,7 @@ def numbers(transport: LocalTransport, count: int) -> list[int]:
 
 def posted(faults: Faults, count: int) -> LocalTransport:
     """Return rank 1's end after rank 0 posted `count` messages."""
-    mail = LocalMail(2, faults)
+    mail = LocalMailboxes(2, faults)
     sender = mail.transport(0)
     for number in range(count):
         sender.post(1, "forward", torch.zeros(2), microbatch=number)
@@ -80,14 +80,14 @@ def test_drop_and_duplicate_follow_the_seed() -> None:
 
 
 def test_a_dropped_message_ends_in_peer_lost() -> None:
-    mail = LocalMail(2, Faults(drop=1.0))
+    mail = LocalMailboxes(2, Faults(drop=1.0))
     mail.transport(0).post(1, "forward", torch.zeros(2))
     with pytest.raises(PeerLost, match=r"waited 0.05 s for a gradient: rank 0 stayed silent"):
         mail.transport(1).receive(0.05, "a gradient")
 
 
 def test_a_rank_that_fails_is_named_after_its_messages() -> None:
-    mail = LocalMail(3, Faults(fail_after=(0, 2)))
+    mail = LocalMailboxes(3, Faults(fail_after=(0, 2)))
     failing, other = mail.transport(0), mail.transport(1)
     for number in range(2):
         failing.post(1, "forward", torch.zeros(1), microbatch=number)
@@ -101,7 +101,7 @@ def test_a_rank_that_fails_is_named_after_its_messages() -> None:
 
 
 def test_a_failure_wakes_the_one_who_waits() -> None:
-    mail = LocalMail(2, Faults(fail_after=(0, 0)))
+    mail = LocalMailboxes(2, Faults(fail_after=(0, 0)))
     errors: list[PeerLost] = []
 
     def wait() -> None:
@@ -119,7 +119,7 @@ def test_a_failure_wakes_the_one_who_waits() -> None:
 
 
 def test_peers_that_closed_in_good_order_are_told_apart() -> None:
-    mail = LocalMail(2)
+    mail = LocalMailboxes(2)
     first, second = mail.transport(0), mail.transport(1)
     first.post(1, "forward", torch.ones(1))
     first.close()
@@ -132,7 +132,7 @@ def test_peers_that_closed_in_good_order_are_told_apart() -> None:
 
 
 def test_unknown_targets_and_kinds_are_refused() -> None:
-    transport = LocalMail(2).transport(0)
+    transport = LocalMailboxes(2).transport(0)
     with pytest.raises(ProtocolError, match=r"rank 0 has no peer 5, only \[1\]"):
         transport.post(5, "forward", torch.ones(1))
     with pytest.raises(ProtocolError, match="a message cannot carry kind"):
@@ -140,7 +140,7 @@ def test_unknown_targets_and_kinds_are_refused() -> None:
 
 
 def test_both_sides_record_one_event_with_one_flow() -> None:
-    mail = LocalMail(2)
+    mail = LocalMailboxes(2)
     records = [Recorder(0), Recorder(1)]
     sender, receiver = (mail.transport(rank, records[rank]) for rank in range(2))
     sender.post(1, "forward", torch.zeros(3), step=4, microbatch=5, version=6)

@@ -41,7 +41,7 @@ def probe_ranks() -> Probe:
     chosen = open_world(launch, mesh, timeout_s=60.0)
     times_s: Times = {}
     correct = True
-    for carrier in dict.fromkeys((chosen.way, "torch")):
+    for carrier in dict.fromkeys((chosen.carrier, "torch")):
         world = torch_world(launch.rank, mesh, 60.0, transport=carrier)
         for name, num_bytes in SIZES.items():
             tensor = torch.full((num_bytes // 4,), float(launch.rank + 1))
@@ -49,7 +49,7 @@ def probe_ranks() -> Probe:
             _send(world, tensor, times_s, (carrier, "message", name))
         world.close()
     chosen.close()
-    return Probe(chosen.way, correct, times_s)
+    return Probe(chosen.carrier, correct, times_s)
 
 
 def _sums(world: World, tensor: Tensor, times_s: Times, key: Key) -> bool:

@@ -1,7 +1,7 @@
-"""Work that goes on while the caller computes: one thread that does things in the order given.
+"""A thread that does work in the order given while the caller computes.
 
-For what no library does asynchronously by itself. The things it does block without holding the
-interpreter lock (sockets, torch), so the caller really computes meanwhile.
+For work that no library does asynchronously by itself. It blocks without the interpreter lock (in
+sockets, in torch), so the caller really computes meanwhile.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ Work = Callable[[], None]
 
 
 class BackgroundHandle:
-    """Something the thread will do, is doing or has done."""
+    """Work that the thread will do, is doing or has done."""
 
     def __init__(self, work: Work) -> None:
-        """Describe `work`, asked for now."""
         self.started_s = time.perf_counter()
         self.finished_s: float | None = None
         self._work = work
@@ -28,7 +27,7 @@ class BackgroundHandle:
         self._done = threading.Event()
 
     def run(self) -> None:
-        """Do it; an error is kept for `wait`."""
+        """Do the work; keep an error for `wait`."""
         try:
             self._work()
         except BaseException as error:
@@ -37,16 +36,16 @@ class BackgroundHandle:
         self._done.set()
 
     def fail(self, error: BaseException) -> None:
-        """Say that it will never be done."""
+        """Mark as never to be done."""
         self._error = error
         self._done.set()
 
     def is_done(self) -> bool:
-        """Say, without waiting, whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Return when it is done; raise what it raised."""
+        """Return when the work is done; raise its error, if any."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -56,23 +55,22 @@ class Background:
     """A thread, started with the first work and ended by `close`."""
 
     def __init__(self, name: str) -> None:
-        """Prepare a thread called `name`."""
         self._name = name
         self._queue: queue.SimpleQueue[BackgroundHandle | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, work: Work) -> BackgroundHandle:
-        """Let the thread do `work` after everything started before."""
+        """Queue `work` behind everything started before."""
         handle = BackgroundHandle(work)
         if self._thread is None:
-            # A daemon: work that waits for a rank that never comes must not keep a process alive.
+            # A daemon: work that waits for a lost rank must not keep the process alive.
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         self._queue.put(handle)
         return handle
 
     def close(self) -> None:
-        """End the thread once it has done what it was given; later work is not done."""
+        """End the thread after its queued work; later work is not done."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout=5)
@@ -81,7 +79,7 @@ class Background:
     def _serve(self) -> None:
         failed: BaseException | None = None
         while (handle := self._queue.get()) is not None:
-            if failed is not None:  # ranks would mismatch: what follows a failure fails as well
+            if failed is not None:  # ranks are out of step: work after a failure fails as well
                 handle.fail(CommError(f"{self._name}: an earlier collective failed ({failed})"))
                 continue
             handle.run()

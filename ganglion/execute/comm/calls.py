@@ -1,30 +1,34 @@
-"""What members tell each other about a collective: small records on a Unix stream socket.
+"""Calls of collectives whose sums Ganglion takes itself: their checks, records and failure.
 
-    call     which collective, on what: members compare these, so a mismatch has a name
+Members of a shared-memory group exchange records on a Unix stream socket; MPI sends calls alone.
+
+    call     the collective and its tensor, compared by all members; small data follow it
     signal   "my part of this slab is in shared memory": one byte
-    failure  why this member gave up: the others need not wait for it
-    goodbye  this member closed the group: a hang-up without it is a death
+    failure  why this member gave up, so that the others stop waiting for it
+    goodbye  this member closed the group; a hang-up without it is a death
     hello    first record: the size of this member's staging memory, with its descriptor
 
-Records have a fixed layout, never a pickle. A small collective's data follow its call.
+Records have a fixed layout and are never pickled.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.execute.comm.collectives import MAX, SUM
 
 KINDS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "share")
 _OPS = ("", SUM, MAX)
-# The order is the wire's: new dtypes go to the end.
+# The wire carries positions: append new dtypes at the end.
 DTYPES: tuple[torch.dtype, ...] = (
     torch.uint8,
     torch.int8,
@@ -43,10 +47,10 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 SIGNAL, GOODBYE = b"S", b"B"
 _CALL, _FAILURE, _HELLO = b"C", b"F", b"H"
-# Number and bytes of data come first, then what members must agree on, then where data lie.
+# Number and bytes of data, then the fields that members must agree on, then the data's location.
 _CALL_LAYOUT = struct.Struct("<cQQBBBIQiQQ")
 _CALL_START = struct.Struct("<cQQ")
-_WISH = slice(_CALL_START.size, struct.calcsize("<cQQBBBIQ"))
+_AGREED = slice(_CALL_START.size, struct.calcsize("<cQQBBBIQ"))
 _FAILURE_LAYOUT = struct.Struct("<cBH")
 _HELLO_LAYOUT = struct.Struct("<c4sHIQ")
 _MAGIC, _FORMAT = b"GNGC", 1
@@ -55,7 +59,7 @@ MAX_PAYLOAD = 1 << 20
 
 
 class Call(NamedTuple):
-    """One member's call of one collective; `segment` to `offset` say where its data lie."""
+    """One member's call of one collective; `segment` to `offset` locate its data."""
 
     number: int
     kind: str
@@ -99,33 +103,30 @@ class Call(NamedTuple):
         return f"{name} of {self.num_elements} {str(self.dtype).removeprefix('torch.')}"
 
 
-class Arrival(NamedTuple):
-    """A call of a peer, as it came: it is taken apart only where that is needed."""
+class PeerCall(NamedTuple):
+    """The call of a peer as it arrived; `call` parses the record."""
 
     number: int
     record: bytes
     payload: bytes
 
     def call(self) -> Call:
-        """Return the call."""
+        """Return the parsed call; raise ProtocolError for unknown codes."""
         _, number, _, kind, op, dtype, *rest = _CALL_LAYOUT.unpack(self.record)
         if kind >= len(KINDS) or op >= len(_OPS) or dtype >= len(DTYPES):
             raise ProtocolError(f"a call with unknown codes {(kind, op, dtype)} arrived")
         return Call(number, KINDS[kind], _OPS[op], DTYPES[dtype], *rest)
 
 
-def check_agreement(ranks: tuple[int, ...], mine: Call, arrivals: Mapping[int, Arrival]) -> None:
-    """Raise ProtocolError, naming what each rank called, unless all called the same.
+def check_agreement(ranks: tuple[int, ...], mine: Call, others: Mapping[int, PeerCall]) -> None:
+    """Raise ProtocolError that names each rank's call unless all called the same.
 
-    `arrivals` are the calls of the other members, by position.
+    `others` are the calls of the other members, by position.
     """
-    wish = mine.pack()[_WISH]
-    for arrival in arrivals.values():
-        if arrival.record[_WISH] != wish:
-            break
-    else:
+    agreed = mine.pack()[_AGREED]
+    if all(other.record[_AGREED] == agreed for other in others.values()):
         return
-    calls = {index: arrival.call() for index, arrival in arrivals.items()}
+    calls = {index: other.call() for index, other in others.items()}
     called = {rank: str(calls.get(index, mine)) for index, rank in enumerate(ranks)}
     raise ProtocolError(
         f"ranks called different collectives, or with different sizes: {called}; every member of "
@@ -133,8 +134,79 @@ def check_agreement(ranks: tuple[int, ...], mine: Call, arrivals: Mapping[int, A
     )
 
 
+def flattened(tensor: Tensor, carrier: str) -> Tensor:
+    """Return a flat view of a tensor; raise ProtocolError if `carrier` cannot carry it."""
+    if not (tensor.is_cpu and tensor.dtype in _DTYPE_CODES and tensor.is_contiguous()):
+        raise ProtocolError(
+            f"{carrier} cannot carry a tensor of {tensor.dtype}, {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}, on {tensor.device}: give it a contiguous one on the CPU with a "
+            f"common dtype"
+        )
+    flat = tensor.detach()
+    return flat if flat.dim() == 1 else flat.view(-1)
+
+
+def check_options(
+    kind: str, ranks: tuple[int, ...], op: str, root: int, dtype: torch.dtype
+) -> None:
+    """Raise ProtocolError unless `ranks` can run a collective of `kind` with these options."""
+    if op not in _OPS or not 0 <= root < len(ranks) or (op and dtype == torch.bool):
+        raise ProtocolError(
+            f"{kind} of ranks {list(ranks)} cannot have op {op!r}, root {root} and {dtype}: ops "
+            f"are {SUM!r} and {MAX!r}, not of bool, and roots are positions 0 to {len(ranks) - 1}"
+        )
+
+
+def check_sizes(kind: str, ranks: tuple[int, ...], whole: Tensor, part: Tensor) -> None:
+    """Raise ProtocolError unless `whole` has one part for each of `ranks`."""
+    if whole.numel() != part.numel() * len(ranks) or whole.dtype != part.dtype:
+        raise ProtocolError(
+            f"{kind} of ranks {list(ranks)} cannot join {part.numel()} {part.dtype} and "
+            f"{whole.numel()} {whole.dtype}: the whole must be {len(ranks)} times the part, of "
+            f"one dtype"
+        )
+
+
+class GroupFailure:
+    """The first failure of a group on any path, which every later call raises."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[CommError], None]] = []
+        self._lock = threading.Lock()
+        self._error: CommError | None = None
+
+    def on_failure(self, callback: Callable[[CommError], None]) -> None:
+        """Call `callback` at the first failure, to notify the other members."""
+        self._callbacks.append(callback)
+
+    def fail(self, error: CommError) -> CommError:
+        """Record `error` and notify the others, unless there was one before; return the first."""
+        if self.record(error):
+            for callback in self._callbacks:
+                callback(error)
+        return self.error() or error
+
+    def record(self, error: CommError) -> bool:
+        """Record `error` without notifying the others; return False if there was one before."""
+        with self._lock:
+            first = self._error is None
+            self._error = self._error or error
+            return first
+
+    def error(self) -> CommError | None:
+        """Return a fresh copy of the recorded error, if any."""
+        error = self._error
+        return None if error is None else type(error)(str(error))
+
+    def check(self) -> None:
+        """Raise the recorded error, if any."""
+        error = self.error()
+        if error is not None:
+            raise error
+
+
 class Hello(NamedTuple):
-    """The first record of a member; no staging bytes means that it got no shared memory."""
+    """The first record of a member; its staging bytes are 0 if it got no shared memory."""
 
     rank: int
     staging_bytes: int
@@ -145,45 +217,41 @@ class Hello(NamedTuple):
 
 
 def pack_failure(error: CommError) -> bytes:
-    """Return the record that tells others why this member gave up."""
+    """Return the record that gives others the reason of this member's failure."""
     text = str(error).encode()[:_MAX_TEXT]
     disagreed = isinstance(error, ProtocolError)
     return _FAILURE_LAYOUT.pack(_FAILURE, disagreed, len(text)) + text
 
 
 class Inbox:
-    """The records of one peer, parsed from its stream."""
+    """The records of one peer, parsed from the beginning of its stream."""
 
     def __init__(self, peer: int) -> None:
-        """Start at the beginning of the stream of `peer`."""
         self._peer = peer
         self._rest = b""
         self.num_signals = 0
-        self.calls: deque[Arrival] = deque()
+        self.calls: deque[PeerCall] = deque()
         self.descriptors: deque[int] = deque()
         self.hello: Hello | None = None
         self.failure: CommError | None = None
         self.said_goodbye = False
 
     def feed(self, data: bytes) -> None:
-        """Take what has arrived, in pieces of any size; raise ProtocolError on garbage."""
+        """Parse `data`, which may end inside a record; raise ProtocolError on garbage."""
         if self._rest:
             data = self._rest + data
         position = 0
-        while position < len(data):
-            taken = self._take_one(data, position)
-            if not taken:
-                break
+        while position < len(data) and (taken := self._take_one(data, position)):
             position += taken
         self._rest = data[position:]
 
     def close(self) -> None:
-        """Close descriptors that arrived and were never used."""
+        """Close descriptors that arrived but were never used."""
         while self.descriptors:
             os.close(self.descriptors.popleft())
 
     def _take_one(self, data: bytes, start: int) -> int:
-        """Parse the record at `start` and return its bytes; 0 if it is not complete."""
+        """Parse the record at `start` and return its size, or 0 if it is not complete."""
         kind = data[start : start + 1]
         if kind == _CALL:
             return self._take_call(data, start)
@@ -209,7 +277,7 @@ class Inbox:
         end = begin + int(payload_bytes)
         if len(data) < end:
             return 0
-        self.calls.append(Arrival(number, data[start:begin], data[begin:end]))
+        self.calls.append(PeerCall(number, data[start:begin], data[begin:end]))
         return end - start
 
     def _take_failure(self, data: bytes, start: int) -> int:
@@ -235,6 +303,6 @@ class Inbox:
 
     def _garbage(self, what: str) -> ProtocolError:
         return ProtocolError(
-            f"rank {self._peer} sent {what}, which is no record of a shared-memory group: run the "
-            f"same version of ganglion on every rank"
+            f"rank {self._peer} sent {what}, which is not a record of a shared-memory group: run "
+            f"the same version of ganglion on every rank"
         )

@@ -1,7 +1,6 @@
-"""The collectives every group offers, whatever carries them.
+"""The collectives of every group, over any carrier.
 
-A collective is started and returns a handle; the data may be touched again only after `wait()`.
-The same calls work over torch.distributed, between threads of one process, and alone:
+A collective is started and returns a handle; the caller may touch the data again after `wait()`:
 
     handle = group.all_reduce(buffer)      # started, makes progress by itself
     ...                                    # compute something else
@@ -25,21 +24,21 @@ class Handle(Protocol):
 
     @property
     def started_s(self) -> float | None:
-        """When work on it began; None if it has not yet."""
+        """When work on it began, or None if it has not yet."""
 
     @property
     def finished_s(self) -> float | None:
-        """When it was done; None if it is not, or nobody could see it."""
+        """When it was done, or None if it is not or the time is not known."""
 
     def is_done(self) -> bool:
-        """Say, without waiting, whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
 
     def wait(self) -> None:
         """Return when the result is in place; raise CommError if it will never be."""
 
 
 class Group(Protocol):
-    """Some ranks that exchange data; every member must call the same collectives in order."""
+    """Ranks that exchange data; every member must call the same collectives in the same order."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -51,7 +50,7 @@ class Group(Protocol):
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """The number of members."""
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members, in place."""
@@ -78,10 +77,10 @@ class Group(Protocol):
         """Return an uninitialized host tensor that this group's collectives need not copy."""
 
     def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return uninitialized host memory that all members see, or None where there is none.
+        """Return uninitialized host memory that all members see, or None if there is none.
 
-        All members must call it, and all get it or none does. What one writes others read; when
-        they may is for the caller to say, with barriers.
+        All members must call this, and all get the memory or none does. Callers order reads after
+        writes with barriers.
         """
 
     def close(self) -> None:
@@ -89,63 +88,75 @@ class Group(Protocol):
 
 
 def empty_for(group: Group, num_elements: int, like: Tensor) -> Tensor:
-    """Return flat memory like `like`; on the host, such that the group need not copy it."""
+    """Return flat memory of the dtype and device of `like`, from `group.allocate` on the host."""
     if like.device.type == "cpu":
         return group.allocate(num_elements, like.dtype)
     return torch.empty(num_elements, dtype=like.dtype, device=like.device)
 
 
-class Done:
+class DoneHandle:
     """The handle of a collective that had nothing to wait for."""
 
     finished_s: float | None = None
 
     def __init__(self) -> None:
-        """Begin and end now."""
         self.started_s = time.perf_counter()
 
     def is_done(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def wait(self) -> None:
         """Return at once."""
 
 
-class SoloGroup:
-    """A group of one: each collective is the identity."""
+class BaseGroup:
+    """The members of a group, and ordinary memory: the defaults of most carriers."""
 
-    def __init__(self, rank: int) -> None:
-        """Make the group that holds only `rank`."""
-        self.ranks = (rank,)
-        self.index = 0
-        self.size = 1
-
-    def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
-        """Leave the tensor as it is."""
-        return Done()
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Copy the only part."""
-        output.copy_(tensor)
-        return Done()
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> Handle:
-        """Copy the only part."""
-        output.copy_(tensor)
-        return Done()
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
-        """Leave the tensor as it is."""
-        return Done()
-
-    def reduce(self, tensor: Tensor, root: int = 0, op: str = SUM) -> Handle:
-        """Leave the tensor as it is."""
-        return Done()
+    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
+        self.ranks = ranks
+        self.index = ranks.index(rank)
+        self.size = len(ranks)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return an ordinary tensor."""
         return torch.empty(num_elements, dtype=dtype)
+
+    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return None: members may be on different hosts."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing: the group holds nothing."""
+
+
+class SoloGroup(BaseGroup):
+    """A group of one: each collective is the identity."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__((rank,), rank)
+
+    def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
+        """Leave the tensor as it is."""
+        return DoneHandle()
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Copy the only part."""
+        output.copy_(tensor)
+        return DoneHandle()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> Handle:
+        """Copy the only part."""
+        output.copy_(tensor)
+        return DoneHandle()
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
+        """Leave the tensor as it is."""
+        return DoneHandle()
+
+    def reduce(self, tensor: Tensor, root: int = 0, op: str = SUM) -> Handle:
+        """Leave the tensor as it is."""
+        return DoneHandle()
 
     def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
         """Return an ordinary tensor."""
@@ -153,6 +164,3 @@ class SoloGroup:
 
     def barrier(self) -> None:
         """Return at once."""
-
-    def close(self) -> None:
-        """Hold nothing, release nothing."""

@@ -1,7 +1,13 @@
-"""The host map: which ranks can share memory.
+"""The hosts of all ranks, and the transport that follows from them without any measurement.
+
+| ranks of a group | auto                                  | torch                | shm     |
+|------------------|---------------------------------------|----------------------|---------|
+| with GPUs        | torch.distributed (NCCL)              | the same             | refused |
+| on one host      | shared memory                         | torch.distributed    | as auto |
+| on several hosts | shared memory inside, torch between   | torch.distributed    | refused |
 
 Two ranks are on one host if they run under the same kernel and in the same network namespace: a
-container on the same machine may still be out of reach of a Unix socket.
+Unix socket may not reach another container on the same machine.
 """
 
 from __future__ import annotations
@@ -9,6 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ganglion.errors import ConfigError
+
+AUTO, SHM, TORCH, MPI = "auto", "shm", "torch", "mpi"
+TRANSPORTS = (AUTO, SHM, TORCH, MPI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +35,35 @@ class HostMap:
             found.setdefault(self.names[rank], []).append(rank)
         return [tuple(part) for part in found.values()]
 
-    def together(self, ranks: Sequence[int]) -> bool:
-        """Say whether all members sit on one host."""
-        return len(self.parts(ranks)) == 1
-
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return len(set(self.names))
 
 
 def this_host() -> str:
-    """Return a name for where this process runs."""
+    """Return a name for the host of this process, or "" if it cannot share memory."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         network = Path("/proc/self/ns/net").stat().st_ino
-    except OSError:  # not Linux: no memfd and no abstract sockets either, so nobody is near
+    except OSError:  # not Linux: no memfd and no abstract sockets either
         return ""
     return f"{kernel}:{network}"
+
+
+def choose_transport(wanted: str, hosts: HostMap, *, has_gpu: bool) -> str:
+    """Return `shm` if ranks of one host share memory, else `torch`; raise ConfigError."""
+    if wanted not in TRANSPORTS:
+        raise ConfigError(f"parallel.transport = {wanted!r} is not one of {list(TRANSPORTS)}")
+    if wanted == SHM and has_gpu:
+        raise ConfigError(
+            'parallel.transport = "shm" carries host tensors only, but this machine trains on '
+            'GPUs: set parallel.transport = "auto"'
+        )
+    if wanted == SHM and hosts.num_hosts > 1:
+        raise ConfigError(
+            f'parallel.transport = "shm", but the ranks sit on {hosts.num_hosts} hosts, which '
+            f'share no memory: set parallel.transport = "auto"'
+        )
+    can_share = all(hosts.names) and not has_gpu and hosts.num_hosts < len(hosts.names)
+    return SHM if wanted == SHM or (wanted == AUTO and can_share) else TORCH

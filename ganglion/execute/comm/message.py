@@ -1,8 +1,8 @@
-"""A message describes itself: what it is for, and the shape and dtype of the tensor it brings.
+"""The header of a message: its purpose, and the shape and dtype of its tensor.
 
-A header is bytes of a fixed layout, never a pickle, so garbage on a wire is an error with a name.
-It has two parts: numbers that change with every message, and a form that is the same for thousands
-of messages and is therefore packed and parsed once:
+A header has a fixed layout and is never pickled, so garbage on a wire is a ProtocolError. It has
+two parts: numbers that change with every message, and a form that thousands of messages share and
+that is therefore packed and parsed once:
 
     numbers:  step, stage, microbatch, version, flow
     form:     magic, format, dims, dtype, device, kind, bytes, shape
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ganglion.errors import ProtocolError
 
-MAX_DIMS = 64  # what torch itself can work with
+MAX_DIMS = 64  # the limit of torch
 MAX_KIND = 15
 HOST_MEMORY, DEVICE_MEMORY = 0, 1
 
 _MAGIC = b"GNGL"
 _FORMAT = 1
-# The order is the wire's: new dtypes go to the end.
+# The wire carries positions: append new dtypes at the end.
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -56,7 +56,7 @@ MAX_FORM_BYTES = _FIXED.size + 8 * MAX_DIMS
 
 
 class Form(NamedTuple):
-    """What messages of one sort have in common."""
+    """The part of a header that messages of one sort share."""
 
     kind: str
     shape: tuple[int, ...]
@@ -66,10 +66,10 @@ class Form(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a message is for and what it carries; -1 where a number has no meaning.
+    """The purpose and contents of a message; numbers without a meaning are -1.
 
-    `flow` is the same number on both sides and joins their trace events. `device` tells in which
-    memory the sender had the tensor.
+    `flow` is the same number on both sides and joins their trace events. `device` is the memory
+    that the sender had the tensor in.
     """
 
     kind: str
@@ -83,57 +83,56 @@ class Header(NamedTuple):
     device: int = HOST_MEMORY
 
     def __str__(self) -> str:
-        """Name the message as an error would: its kind and the numbers that have a meaning."""
+        """Return the kind, the numbers that have a meaning, dtype and shape."""
         names = ("step", "stage", "microbatch", "version")
         given = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) != -1]
         return ", ".join([self.kind, *given, f"{self.dtype} {tuple(self.shape)}"])
 
 
 def make_header(form: Form, numbers: Numbers) -> Header:
-    """Join the two parts of a header."""
+    """Return the header of a form and its numbers."""
     kind, shape, dtype, device, _ = form
     step, stage, microbatch, version, flow = numbers
     return Header(kind, step, stage, microbatch, version, shape, dtype, flow, device)
 
 
 def header_numbers(header: Header) -> Numbers:
-    """Return the numbers that a header was made of."""
+    """Return the numbers of a header."""
     return header.step, header.stage, header.microbatch, header.version, header.flow
 
 
 class Arrival(NamedTuple):
-    """A message that has come in; the tensor is the receiver's own."""
+    """A received message; the tensor belongs to the receiver."""
 
     source: int
     header: Header
     tensor: Tensor
 
 
-def unsent_arrival(source: int, kind: str, tensor: Tensor, numbers: Numbers) -> Arrival:
-    """Return a message that crosses no wire; `tensor` is the receiver's own already."""
+def local_arrival(source: int, kind: str, tensor: Tensor, numbers: Numbers) -> Arrival:
+    """Return a message that crosses no wire; `tensor` belongs to the receiver already."""
     step, stage, microbatch, version, flow = numbers
     header = Header(kind, step, stage, microbatch, version, tensor.shape, tensor.dtype, flow)
     return Arrival(source, header, tensor)
 
 
 def plain_copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return the contents, in order, in memory of their own: the host's, or that of `device`."""
+    """Return a contiguous copy on the host, or on `device`."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return copy.copy_(tensor.detach())
 
 
 class Forms:
-    """Packs and parses forms, and remembers those it has seen."""
+    """Packs and parses forms, and caches them."""
 
     def __init__(self) -> None:
-        """Start with nothing remembered."""
         self._packed: dict[tuple[str, tuple[int, ...], torch.dtype, int], bytes] = {}
         self._parsed: dict[bytes, Form] = {}
 
     def pack(
         self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: int = HOST_MEMORY
     ) -> bytes:
-        """Return the form as bytes; ProtocolError for what the wire cannot carry."""
+        """Return the form as bytes; raise ProtocolError if the wire cannot carry it."""
         key = (kind, shape, dtype, device)
         packed = self._packed.get(key)
         if packed is None:
@@ -144,7 +143,7 @@ class Forms:
         return packed
 
     def parse(self, data: bytes, source: int) -> Form:
-        """Read a form; garbage is a ProtocolError that names `source`."""
+        """Parse a form; raise ProtocolError that names `source` for garbage."""
         form = self._parsed.get(data)
         if form is None:
             form = _parse_form(data, source)
@@ -155,7 +154,7 @@ class Forms:
 
 
 def flow_number(rank: int, count: int) -> int:
-    """Return a number no other message of the run has: the sender and its count."""
+    """Return the number of a message, unique in the run: its sender and the sender's count."""
     return rank << 40 | count
 
 
@@ -192,6 +191,6 @@ def _parse_form(data: bytes, source: int) -> Form:
 
 def _unreadable(source: int, data: bytes) -> ProtocolError:
     return ProtocolError(
-        f"rank {source} sent what is no message header ({data[:16].hex(' ')} ...): check that all "
-        f"ranks run the same version of Ganglion"
+        f"rank {source} sent bytes that are not a message header ({data[:16].hex(' ')} ...): check "
+        f"that all ranks run the same version of Ganglion"
     )

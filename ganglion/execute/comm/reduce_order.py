@@ -1,7 +1,7 @@
 """The order in which contributions are combined: fixed, so that equal inputs give equal bits.
 
-Sums go in order of rank whatever arrives first: ((r0 + r1) + r2) + r3. `reduce` goes along a
-binomial tree, drawn here for four members and root 0:
+Sums are taken in order of rank, not of arrival: ((r0 + r1) + r2) + r3. `reduce` uses a
+binomial tree; for four members and root 0:
 
     0 <-- 1     2 <-- 3        (r0 + r1), (r2 + r3)
     0 <-------- 2              (r0 + r1) + (r2 + r3)
@@ -55,16 +55,16 @@ def combine_by_tree(parts: Sequence[Tensor], root: int, out: Tensor, op: str) ->
     """
     held = [widened(part) for part in parts]
     for into, source in tree_pairs(len(parts), root):
-        held[into] = join(held[into], held[source], op)
+        held[into] = combine_two(held[into], held[source], op)
     out.copy_(held[root])
 
 
 def widened(part: Tensor) -> Tensor:
-    """Return `part` in the dtype that sums are taken in, on the way to a result in its own."""
+    """Return `part` in the dtype that its sums are taken in."""
     return part.detach().to(_WIDE.get(part.dtype, part.dtype))
 
 
-def join(first: Tensor, second: Tensor, op: str) -> Tensor:
+def combine_two(first: Tensor, second: Tensor, op: str) -> Tensor:
     """Return the combination of two parts."""
     return torch.maximum(first, second) if op == MAX else torch.add(first, second)
 
@@ -78,7 +78,7 @@ def tree_pairs(size: int, root: int) -> Iterator[tuple[int, int]]:
         step *= 2
 
 
-def _accumulate(join: Callable[..., Tensor], parts: Sequence[Tensor], out: Tensor) -> None:
-    join(parts[0], parts[1], out=out)
+def _accumulate(operation: Callable[..., Tensor], parts: Sequence[Tensor], out: Tensor) -> None:
+    operation(parts[0], parts[1], out=out)
     for part in parts[2:]:
-        join(out, part, out=out)
+        operation(out, part, out=out)

@@ -2,11 +2,11 @@
 
     host A   0 --+-- 1            1. combine inside every host (shared memory)
                  |                2. combine between the hosts (one rank of each, over the network)
-    host B   2 --+-- 3            3. hand the result out inside every host
+    host B   2 --+-- 3            3. broadcast the result inside every host
 
-Only one copy of the data leaves a host, however many ranks it has. The steps of one collective
-follow each other on a thread of the group, so that it makes progress while the caller computes;
-each step has a fixed order, so results are repeatable bit by bit.
+One copy of the data leaves a host, however many ranks it has. A thread of the group does the steps,
+so that a collective makes progress while the caller computes; each step has a fixed order, so
+results repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -15,26 +15,20 @@ import torch
 from torch import Tensor
 
 from ganglion.execute.comm.background import Background, Work
-from ganglion.execute.comm.collectives import SUM, Group, Handle
+from ganglion.execute.comm.collectives import SUM, BaseGroup, Group, Handle
 
 
-class SpanningGroup:
+class SpanningGroup(BaseGroup):
     """A group of ranks on several hosts."""
 
     def __init__(
-        self,
-        rank: int,
-        parts: list[tuple[int, ...]],
-        inside: Group,
-        between: Group | None,
+        self, rank: int, parts: list[tuple[int, ...]], inside: Group, between: Group | None
     ) -> None:
         """Join the members on this host (`inside`) with the first member of every host.
 
         `parts` has the members host by host; `between` is None on all but those first members.
         """
-        self.ranks = tuple(sorted(member for part in parts for member in part))
-        self.index = self.ranks.index(rank)
-        self.size = len(self.ranks)
+        super().__init__(tuple(sorted(member for part in parts for member in part)), rank)
         self._parts = parts
         self._inside = inside
         self._between = between
@@ -43,10 +37,6 @@ class SpanningGroup:
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor that need not be copied inside the host."""
         return self._inside.allocate(num_elements, dtype)
-
-    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return None: members are on different hosts."""
-        return None
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members, in place."""
@@ -89,23 +79,21 @@ class SpanningGroup:
         self._leave()
 
     def _start(self, work: Work) -> Handle:
-        def passing_failures_on() -> None:
+        def closing_on_failure() -> None:
             try:
                 work()
             except BaseException:
-                # A rank that lost a neighbour is awaited on the other hosts: let them know.
+                # Ranks of other hosts wait for this one: a closed connection ends their waits.
                 self._leave()
                 raise
 
-        return self._background.start(passing_failures_on)
+        return self._background.start(closing_on_failure)
 
     def _leave(self) -> None:
         between, self._between = self._between, None
         if between is not None:
             between.close()
         self._inside.close()
-
-    # --- the steps, on the thread of the group -------------------------------------------------
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
         self._inside.reduce(tensor, 0, op).wait()
@@ -114,14 +102,10 @@ class SpanningGroup:
         self._inside.broadcast(tensor, 0).wait()
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        """Every member puts its part into a zeroed whole; the sum of all is the concatenation.
-
-        Bytes are summed as integers: each place has one part that is not zero.
-        """
+        """Sum zeroed wholes that each hold one member's part, as bytes, which no sum can round."""
         whole = torch.zeros_like(output.detach())
         whole.view(-1).chunk(self.size)[self.index].copy_(tensor.detach().view(-1))
-        as_bytes = whole.view(-1).view(torch.uint8)
-        self._all_reduce(as_bytes, SUM)
+        self._all_reduce(whole.view(-1).view(torch.uint8), SUM)
         output.detach().copy_(whole)
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:

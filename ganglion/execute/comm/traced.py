@@ -1,7 +1,7 @@
-"""Collectives that leave a trace: each is one event on lane comm, from its start to its end.
+"""Groups that record each collective as one event on lane comm, from its start to its end.
 
-The event is written by the first `wait()`, which is when the end is known; an event costs a
-microsecond, a collective at least twenty.
+The first `wait()` writes the event, because the end is known then; an event costs a microsecond, a
+collective at least twenty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ class TracedHandle:
     """A started collective that is recorded when it has ended."""
 
     def __init__(self, inner: Handle, group: TracedGroup, kind: str, num_bytes: int) -> None:
-        """Watch `inner`, begun now."""
         self._inner = inner
         self._group = group
         self._kind = kind
@@ -35,7 +34,7 @@ class TracedHandle:
         return self._inner.finished_s
 
     def is_done(self) -> bool:
-        """Say, without waiting, whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         return self._inner.is_done()
 
     def wait(self) -> None:
@@ -54,7 +53,7 @@ class TracedGroup:
     ) -> None:
         """Record the collectives of `plain`, which lies along `axes`, in `trace`.
 
-        A `label` says in the kind of an event what the collective was for: `norm_all_reduce`.
+        A `label` is put before the kind of each event: `norm_all_reduce`.
         """
         self.plain = plain
         self._axes = axes
@@ -111,7 +110,7 @@ class TracedGroup:
         self.plain.close()
 
     def record(self, kind: str, start_s: float, finished_s: float | None, num_bytes: int) -> None:
-        """Write one event; an end that nobody saw, or on another clock, is now."""
+        """Write one event; without an end, or with one on another clock, it ends now."""
         now_s = self.trace.clock()
         known = finished_s is not None and start_s <= finished_s <= now_s
         end_s = finished_s if known and finished_s is not None else now_s
@@ -127,10 +126,10 @@ class TracedGroup:
 
 
 def labelled(group: Group, label: str) -> Group:
-    """Return a group whose events say what its collectives are for, if it is recorded at all."""
+    """Return the group with a label on its events, if they are recorded."""
     return group.labelled(label) if isinstance(group, TracedGroup) else group
 
 
 def plain_group(group: Group) -> Group:
-    """Return a group without its trace, for whoever records its collectives by another name."""
+    """Return the group without its trace, for callers that record its collectives themselves."""
     return group.plain if isinstance(group, TracedGroup) else group

@@ -1,16 +1,15 @@
-"""What every transport offers: post a message to a rank, and a mailbox of what arrives.
+"""The base of all transports: post messages to ranks, and receive from any rank.
 
     transport.post(2, "forward", activations, microbatch=0)       # returns at once
     arrival = transport.receive(60.0, awaiting="a gradient")      # the next of any source
 
-Messages of one sender arrive in the order it posted them; nothing is said about the order between
-senders. A transport belongs to one thread: the one that made it.
+Messages of one sender arrive in the order it posted them; there is no order between senders. A
+transport belongs to the thread that made it.
 
-What all transports do alike stands here: a message gets its number, and both of its ends are noted
-in the trace. A subclass carries it.
+The base numbers each message and records both of its ends in the trace; a subclass carries it:
 
     post(target, kind, tensor)  numbers --> _carry(...), the transport's own --> event send_KIND
-    _noted(arrival)                                                          --> event receive_KIND
+    _recorded(arrival)                                                       --> event receive_KIND
 
 Both events have the flow number of the message, which joins them.
 """
@@ -31,16 +30,13 @@ class Transport(ABC):
     """Carries messages between this rank and its peers."""
 
     def __init__(self, rank: int, peers: Iterable[int], trace: Recorder | None) -> None:
-        """Belong to `rank`, which talks to `peers`; with a `trace`, note every message there.
-
-        `peers` are the other ranks, ascending.
-        """
+        """Connect `rank` to `peers`; record every message in `trace`, if there is one."""
         self.rank = rank
         self.peers = tuple(sorted(peers))
         self._trace = trace
         self._num_posted = 0
-        self._broken: dict[int, str | CommError] = {}  # peers that were lost, and how that showed
-        self._departed: set[int] = set()  # peers that send nothing any more
+        self._broken: dict[int, str | CommError] = {}  # lost peers, and the reasons
+        self._departed: set[int] = set()  # peers that send nothing more
 
     def post(
         self,
@@ -53,9 +49,9 @@ class Transport(ABC):
         microbatch: int = -1,
         version: int = -1,
     ) -> None:
-        """Send a copy of `tensor` and never wait for the peer; the caller may reuse it at once.
+        """Send a copy of `tensor` without waiting for the peer; the caller may reuse it at once.
 
-        Raises PeerLost if it is already known that the peer is gone.
+        Raise PeerLost if the peer is known to be gone.
         """
         trace = self._trace
         start_s = 0.0 if trace is None else trace.clock()
@@ -67,34 +63,34 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float, awaiting: str = "a message") -> Arrival:
-        """Wait for the next arrival of any source.
+        """Return the next arrival of any source.
 
-        What came in is handed out first; then a peer that died without `close()`, or silence past
-        the deadline, is PeerLost that names the rank and what was `awaiting`, and what is no
-        message is a ProtocolError that names the sender.
+        After all arrivals were returned, raise PeerLost, naming the ranks and `awaiting`, if a peer
+        died without `close()` or the deadline passed, and ProtocolError, naming the sender, for
+        garbage.
         """
 
     @abstractmethod
     def poll(self, timeout_s: float = 0.0) -> Arrival | None:
-        """Return the next arrival if one comes in time, else None; a loss is raised."""
+        """Return the next arrival, or None if none comes in time; raise PeerLost after a loss."""
 
     @abstractmethod
     def flush(self, timeout_s: float) -> None:
-        """Return when everything posted was handed over; PeerLost names the ranks that lag."""
+        """Return when all posted messages were handed over; raise PeerLost naming late ranks."""
 
     @abstractmethod
     def close(self) -> None:
         """Release everything; arrivals stay valid.
 
-        Peers see an orderly end, unless something posted was not handed over: they see a loss.
+        Peers see an orderly end, or a loss if a posted message was not handed over.
         """
 
     @abstractmethod
     def _carry(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
-        """Send a copy of `tensor` to `target`, or raise what `post` is to raise."""
+        """Send a copy of `tensor` to `target`; raise the errors of `post`."""
 
-    def _noted(self, arrival: Arrival, start_s: float | None = None) -> Arrival:
-        """Return `arrival` after noting it as an event that began at `start_s`, or just now."""
+    def _recorded(self, arrival: Arrival, start_s: float | None = None) -> Arrival:
+        """Record `arrival` as an event that began at `start_s`, or now, and return it."""
         trace = self._trace
         if trace is not None and trace.enabled:
             _, header, tensor = arrival
@@ -108,13 +104,13 @@ class Transport(ABC):
 
     def _loss(self, peer: int, doing: str) -> CommError:
         reason = self._broken[peer]
-        return death(self.rank, peer, reason, doing) if isinstance(reason, str) else reason
+        return death_error(self.rank, peer, reason, doing) if isinstance(reason, str) else reason
 
 
 def _record(
     trace: Recorder, verb: str, kind: str, numbers: Numbers, num_bytes: int, start_s: float
 ) -> None:
-    """Note one message as an event that ends now."""
+    """Record one message as an event that ends now."""
     step, stage, microbatch, version, flow = numbers
     trace.add(
         COMM,
@@ -130,24 +126,24 @@ def _record(
     )
 
 
-def silence(rank: int, silent: Iterable[int], timeout_s: float, awaiting: str) -> PeerLost:
-    """Describe a deadline that passed."""
+def timeout_error(rank: int, silent: Iterable[int], timeout_s: float, awaiting: str) -> PeerLost:
+    """Return the error for a deadline that passed."""
     return PeerLost(
         f"rank {rank} waited {timeout_s:g} s for {awaiting}: {name_ranks(silent)} stayed silent; "
         f"look for the first error in the logs of the other ranks"
     )
 
 
-def death(rank: int, lost: int, reason: str, doing: str) -> PeerLost:
-    """Describe a peer whose end of the connection broke."""
+def death_error(rank: int, lost: int, reason: str, doing: str) -> PeerLost:
+    """Return the error for a peer whose connection broke."""
     return PeerLost(
         f"rank {lost} is gone ({reason}) while rank {rank} {doing}; look for the first error in "
         f"the log of rank {lost}"
     )
 
 
-def left(rank: int, gone: Iterable[int], doing: str) -> PeerLost:
-    """Describe peers that closed their transports in good order, too early for this rank."""
+def departure_error(rank: int, gone: Iterable[int], doing: str) -> PeerLost:
+    """Return the error for peers that closed in good order, but too early for this rank."""
     return PeerLost(
         f"rank {rank} {doing}, but {name_ranks(gone)} had closed the transport: the ranks disagree "
         f"about how many messages there are"

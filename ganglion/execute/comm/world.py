@@ -1,7 +1,7 @@
-"""The world as one rank sees it: who it is, and the group of ranks along any axes.
+"""The world of one rank: its place in the mesh, and its groups and transports along any axes.
 
-A part that needs to reduce over `data` asks for `world.group("data")` and neither knows nor cares
-what carries it. (Checkpoints alone go to torch's own process group, which its library needs.)
+Code that reduces over `data` asks for `world.group("data")`, whatever carries it. Only checkpoints
+use torch's own process group, which torch's checkpoint library needs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ganglion.decide.topology import AXES, Mesh
 from ganglion.errors import CommError
-from ganglion.execute.comm.choice import TORCH
 from ganglion.execute.comm.collectives import Group, Handle
+from ganglion.execute.comm.hosts import TORCH
 from ganglion.execute.comm.traced import TracedGroup
 from ganglion.execute.comm.transport import Transport
 from ganglion.trace import Recorder
 
-GroupFactory = Callable[[tuple[str, ...]], Group]
-TransportFactory = Callable[[tuple[str, ...], Recorder | None], Transport]
+MakeGroup = Callable[[tuple[str, ...]], Group]
+MakeTransport = Callable[[tuple[str, ...], Recorder | None], Transport]
 
 
 class World:
@@ -32,17 +32,17 @@ class World:
         self,
         rank: int,
         mesh: Mesh,
-        group_along: GroupFactory,
-        transport_along: TransportFactory | None = None,
+        group_along: MakeGroup,
+        transport_along: MakeTransport | None = None,
         *,
-        way: str = TORCH,
+        carrier: str = TORCH,
     ) -> None:
         """Describe the world seen by `rank`.
 
         `group_along(axes)` makes this rank's group, `transport_along(axes, trace)` the transport
-        between its ranks; `way` names what carries them.
+        between its ranks; `carrier` names what carries both.
         """
-        self.way = way
+        self.carrier = carrier
         self._transport_along = transport_along
         self.rank = rank
         self.mesh = mesh
@@ -53,14 +53,14 @@ class World:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.mesh.num_ranks
 
     def group(self, *axes: str, use: str = "") -> Group:
         """Return the group along `axes`; all ranks must ask for the same groups in order.
 
-        Collectives of one group run one after the other. Another `use` has a group of its own, of
-        the same ranks, which does not queue behind this one. Axes of one rank make no difference.
+        Collectives of one group run one after the other. Each `use` has a group of its own, which
+        does not queue behind the others. Axes of size 1 make no difference.
         """
         ordered = tuple(axis for axis in AXES if axis in axes)
         long = tuple(axis for axis in ordered if self.mesh.size(axis) > 1)
@@ -77,16 +77,16 @@ class World:
         self._trace = trace if trace.enabled else None
 
     def open_transport(self, *axes: str, trace: Recorder | None = None) -> Transport:
-        """Open a transport between the ranks along `axes`; all ranks must ask, in one order.
+        """Open a transport between the ranks along `axes`, which the caller closes.
 
-        Whoever opens it closes it.
+        All ranks must ask for the same transports in order.
         """
         if self._transport_along is None:
-            raise CommError("this world has one rank: there is nobody to send messages to")
+            raise CommError("this world has one rank: there is no other to send messages to")
         return self._transport_along(tuple(axis for axis in AXES if axis in axes), trace)
 
     def everyone(self) -> Group:
-        """Return the group of all ranks, for what is exchanged beside everything else."""
+        """Return a group of all ranks apart from every other use."""
         return self.group(*AXES, use="everyone")
 
     def barrier(self) -> None:
@@ -94,9 +94,9 @@ class World:
         self.everyone().barrier()
 
     def gather_numbers(self, numbers: list[float], among: Group | None = None) -> Tensor:
-        """Return every rank's numbers as a (ranks, numbers) table of doubles on the host.
+        """Return the numbers of all ranks, or of the group `among`, as a (ranks, numbers) table.
 
-        Every rank is one of this world, or of the group `among` which they are gathered.
+        The table holds doubles on the host.
         """
         handle, table = self.start_gather(numbers, among)
         handle.wait()
@@ -117,10 +117,10 @@ class World:
         return broadcast_text(self.everyone(), text, 0)
 
     def clock_offset_s(self, rounds: int = 10) -> float:
-        """Measure what to add to this rank's perf_counter to get rank 0's.
+        """Measure the difference between rank 0's perf_counter and this rank's.
 
-        Every rank reads its clock inside one exchange, so the error is at most the time of that
-        exchange; the shortest of the rounds counts.
+        Every rank reads its clock inside one gather, so the error is at most the time of that
+        gather; the shortest of the rounds counts.
         """
         best: tuple[float, float] = (float("inf"), 0.0)
         for _ in range(rounds):

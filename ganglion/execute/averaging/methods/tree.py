@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ganglion.errors import ProtocolError
-from ganglion.execute.comm import SUM, Background, Handle, Transport, join, tree_pairs
+from ganglion.execute.comm import SUM, Background, Handle, Transport, combine_two, tree_pairs
 
 _UP, _DOWN = "tree_up", "tree_down"
 
@@ -104,7 +104,7 @@ class TreeGroup:
         held = tensor.detach()
         for into, source in tree_pairs(self.size, root):
             if self.index == into:
-                held = join(held, self._receive(source, _UP, held, number), op)
+                held = combine_two(held, self._receive(source, _UP, held, number), op)
             elif self.index == source:
                 self._transport.post(self.ranks[into], _UP, held, step=number)
         if self.index == root:

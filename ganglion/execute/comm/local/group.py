@@ -1,8 +1,7 @@
-"""Ranks as threads of one process: the transport of the tests.
+"""Ranks as threads of one process, for tests: large matrices of layouts run in milliseconds.
 
-Large matrices of layouts run as threads in milliseconds, with the collectives of the real thing
-and a fixed order of reduction. Every member deposits its tensor; the last one to arrive combines
-them in order of rank, so results never depend on arrival.
+Every member deposits its tensor; the last one to arrive combines them in order of rank, so results
+never depend on the order of arrival.
 
     results = run_threads(Mesh(data=4), lambda world: train(world))
 """
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from ganglion.decide.topology import Mesh
 from ganglion.errors import CommError, PeerLost, ProtocolError
-from ganglion.execute.comm.collectives import SUM, Group, Handle, SoloGroup
-from ganglion.execute.comm.local.transport import Faults, LocalMail
+from ganglion.execute.comm.collectives import SUM, BaseGroup, Group, Handle, SoloGroup
+from ganglion.execute.comm.local.transport import Faults, LocalMailboxes
 from ganglion.execute.comm.reduce_order import combine as combine_in_order
 from ganglion.execute.comm.reduce_order import combine_by_tree
 from ganglion.execute.comm.transport import Transport
@@ -33,8 +32,8 @@ Result = TypeVar("Result")
 Combine = Callable[[list[Tensor]], list[Tensor]]
 
 
-class _Meeting:
-    """One collective: deposits of all members, then the results."""
+class _Collective:
+    """One collective: the deposits of all members, then the results."""
 
     def __init__(self, size: int) -> None:
         self.labels: list[str | None] = [None] * size
@@ -47,45 +46,45 @@ class _Meeting:
         self.lock = threading.Lock()
 
 
-class _Exchange:
-    """What the threads of one group share: the meetings, numbered in call order."""
+class _GroupState:
+    """The state that the threads of one group share: collectives, numbered in call order."""
 
     def __init__(self, ranks: tuple[int, ...], timeout_s: float, failed: str | None) -> None:
         self.ranks = ranks
         self.timeout_s = timeout_s
-        self.meetings: dict[int, _Meeting] = {}
+        self.collectives: dict[int, _Collective] = {}
         self.has_common_memory = False
         self.common: dict[int, Tensor] = {}  # memory that all threads write to
         self.lock = threading.Lock()
         self.failed = failed
 
-    def meeting(self, number: int) -> _Meeting:
+    def collective(self, number: int) -> _Collective:
         with self.lock:
-            meeting = self.meetings.setdefault(number, _Meeting(len(self.ranks)))
+            collective = self.collectives.setdefault(number, _Collective(len(self.ranks)))
             if self.failed is not None:
-                meeting.complete.set()
-            return meeting
+                collective.complete.set()
+            return collective
 
     def leave(self, number: int) -> None:
-        """Forget a meeting once all members have its result."""
+        """Forget a collective when all members have its result."""
         with self.lock:
-            self.meetings[number].num_waiting -= 1
-            if self.meetings[number].num_waiting == 0:
-                del self.meetings[number]
+            self.collectives[number].num_waiting -= 1
+            if self.collectives[number].num_waiting == 0:
+                del self.collectives[number]
 
     def fail(self, reason: str) -> None:
-        """Wake every waiter with an error: a member will never come."""
+        """Wake every waiter with an error."""
         with self.lock:
             self.failed = self.failed or reason
-            for meeting in self.meetings.values():
-                meeting.complete.set()
+            for collective in self.collectives.values():
+                collective.complete.set()
 
 
 class _LocalHandle:
-    """Waits for a meeting and copies this member's result out of it."""
+    """The handle of one member, which copies its result out of the collective."""
 
-    def __init__(self, exchange: _Exchange, number: int, index: int, output: Tensor) -> None:
-        self._exchange = exchange
+    def __init__(self, state: _GroupState, number: int, index: int, output: Tensor) -> None:
+        self._state = state
         self._number = number
         self._index = index
         self._output = output
@@ -94,55 +93,53 @@ class _LocalHandle:
         self.finished_s: float | None = None
 
     def is_done(self) -> bool:
-        """Say, without waiting, whether `wait` would return or raise at once."""
-        return self._waited or self._exchange.meeting(self._number).complete.is_set()
+        """Return whether `wait` would return or raise at once."""
+        return self._waited or self._state.collective(self._number).complete.is_set()
 
     def wait(self) -> None:
         """Return when the result is in place."""
         if self._waited:
             return
-        meeting = self._exchange.meeting(self._number)
-        if not meeting.complete.wait(self._exchange.timeout_s):
-            raise PeerLost(self._missing(meeting))
-        if meeting.error is not None:
-            raise meeting.error
-        if meeting.results is None:
-            raise PeerLost(f"{self._missing(meeting)}: {self._exchange.failed}")
-        self._output.copy_(meeting.results[self._index])
-        self.finished_s = meeting.finished_s
+        collective = self._state.collective(self._number)
+        if not collective.complete.wait(self._state.timeout_s):
+            raise PeerLost(self._missing(collective))
+        if collective.error is not None:
+            raise collective.error
+        if collective.results is None:
+            raise PeerLost(f"{self._missing(collective)}: {self._state.failed}")
+        self._output.copy_(collective.results[self._index])
+        self.finished_s = collective.finished_s
         self._waited = True
-        self._exchange.leave(self._number)
+        self._state.leave(self._number)
 
-    def _missing(self, meeting: _Meeting) -> str:
+    def _missing(self, collective: _Collective) -> str:
         absent = [
             rank
-            for rank, label in zip(self._exchange.ranks, meeting.labels, strict=True)
+            for rank, label in zip(self._state.ranks, collective.labels, strict=True)
             if label is None
         ]
-        label = meeting.labels[self._index]
-        return f"{label} of ranks {list(self._exchange.ranks)} lacks ranks {absent}"
+        label = collective.labels[self._index]
+        return f"{label} of ranks {list(self._state.ranks)} lacks ranks {absent}"
 
 
-class LocalGroup:
+class LocalGroup(BaseGroup):
     """One thread's view of a group of threads."""
 
-    def __init__(self, exchange: _Exchange, index: int) -> None:
-        """Join `exchange` as its member at position `index`."""
-        self._exchange = exchange
+    def __init__(self, state: _GroupState, index: int) -> None:
+        """Join `state` as its member at position `index`."""
+        super().__init__(state.ranks, state.ranks[index])
+        self._state = state
         self._number = 0
-        self.ranks = exchange.ranks
-        self.index = index
-        self.size = len(exchange.ranks)
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members, in place."""
-        return self._meet(
+        return self._deposit(
             f"all_reduce({op})", tensor, tensor, lambda parts: [_combine(parts, op)] * self.size
         )
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         """Concatenate every member's `tensor` along dim 0 into `output`."""
-        return self._meet(
+        return self._deposit(
             "all_gather",
             tensor,
             output,
@@ -151,7 +148,7 @@ class LocalGroup:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members and keep this member's equal part of dim 0."""
-        return self._meet(
+        return self._deposit(
             f"reduce_scatter({op})",
             tensor,
             output,
@@ -160,7 +157,7 @@ class LocalGroup:
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
         """Copy the tensor of the member at position `root` to all others, in place."""
-        return self._meet(
+        return self._deposit(
             f"broadcast({root})", tensor, tensor, lambda parts: [parts[root]] * self.size
         )
 
@@ -172,52 +169,45 @@ class LocalGroup:
             combine_by_tree(parts, root, total, op)
             return [total if at == root else part for at, part in enumerate(parts)]
 
-        return self._meet(f"reduce({op}, {root})", tensor, tensor, combine)
-
-    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return an ordinary tensor: threads share all memory."""
-        return torch.empty(num_elements, dtype=dtype)
+        return self._deposit(f"reduce({op}, {root})", tensor, tensor, combine)
 
     def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor that whoever comes first makes, if threads act as if on one host."""
-        if not self._exchange.has_common_memory:
+        """Return the tensor that the first caller makes, or None without `has_common_memory`."""
+        if not self._state.has_common_memory:
             return None
         number, self._number = self._number, self._number + 1
-        with self._exchange.lock:
-            return self._exchange.common.setdefault(number, torch.empty(num_elements, dtype=dtype))
+        with self._state.lock:
+            return self._state.common.setdefault(number, torch.empty(num_elements, dtype=dtype))
 
     def barrier(self) -> None:
         """Return when every member has arrived."""
         nothing = torch.zeros(0)
-        self._meet("barrier", nothing, nothing, lambda parts: parts).wait()
+        self._deposit("barrier", nothing, nothing, lambda parts: parts).wait()
 
-    def close(self) -> None:
-        """Hold nothing, release nothing."""
-
-    def _meet(self, label: str, tensor: Tensor, output: Tensor, combine: Combine) -> Handle:
+    def _deposit(self, label: str, tensor: Tensor, output: Tensor, combine: Combine) -> Handle:
         number, self._number = self._number, self._number + 1
-        meeting = self._exchange.meeting(number)
-        with meeting.lock:
-            meeting.labels[self.index] = label
-            # A private copy: the caller may not touch the tensor, but results must not alias it.
-            meeting.deposits[self.index] = tensor.detach().clone()
-            parts = [part for part in meeting.deposits if part is not None]
+        collective = self._state.collective(number)
+        with collective.lock:
+            collective.labels[self.index] = label
+            # A private copy: results must not alias the caller's tensor.
+            collective.deposits[self.index] = tensor.detach().clone()
+            parts = [part for part in collective.deposits if part is not None]
             if len(parts) == self.size:
-                self._settle(meeting, parts, combine)
-        return _LocalHandle(self._exchange, number, self.index, output.detach().view(-1))
+                self._settle(collective, parts, combine)
+        return _LocalHandle(self._state, number, self.index, output.detach().view(-1))
 
-    def _settle(self, meeting: _Meeting, parts: list[Tensor], combine: Combine) -> None:
-        labels = [str(label) for label in meeting.labels]
+    def _settle(self, collective: _Collective, parts: list[Tensor], combine: Combine) -> None:
+        labels = [str(label) for label in collective.labels]
         if len(set(labels)) > 1 or len({part.numel() for part in parts}) > 1:
             sizes = [part.numel() for part in parts]
             found = dict(zip(self.ranks, zip(labels, sizes, strict=True), strict=True))
-            meeting.error = ProtocolError(
+            collective.error = ProtocolError(
                 f"ranks called different collectives, or with different sizes: {found}"
             )
         else:
-            meeting.results = [result.reshape(-1) for result in combine(parts)]
-        meeting.finished_s = time.perf_counter()
-        meeting.complete.set()
+            collective.results = [result.reshape(-1) for result in combine(parts)]
+        collective.finished_s = time.perf_counter()
+        collective.complete.set()
 
 
 def _combine(parts: list[Tensor], op: str) -> Tensor:
@@ -227,7 +217,7 @@ def _combine(parts: list[Tensor], op: str) -> Tensor:
 
 
 class LocalHub:
-    """The shared part of a world of threads: one exchange per group of ranks."""
+    """The shared part of a world of threads: the state of each group of ranks."""
 
     def __init__(
         self,
@@ -236,14 +226,14 @@ class LocalHub:
         faults: Faults | None = None,
         has_common_memory: bool = False,
     ) -> None:
-        """Prepare for the ranks of `mesh`, whose messages suffer `faults`."""
+        """Prepare for the ranks of `mesh`; `faults` apply to their messages."""
         self._mesh = mesh
         self._timeout_s = timeout_s
-        self._exchanges: dict[tuple[tuple[str, ...], tuple[int, ...], int], _Exchange] = {}
+        self._states: dict[tuple[tuple[str, ...], tuple[int, ...], int], _GroupState] = {}
         self._num_made: Counter[tuple[tuple[str, ...], int]] = Counter()
         self._lock = threading.Lock()
         self._failed: str | None = None
-        self._mail: dict[tuple[tuple[str, ...], int], LocalMail] = {}
+        self._mailboxes: dict[tuple[tuple[str, ...], int], LocalMailboxes] = {}
         self._num_opened: Counter[tuple[tuple[str, ...], int]] = Counter()
         self._faults = faults
         self._has_common_memory = has_common_memory
@@ -258,38 +248,34 @@ class LocalHub:
             with self._lock:
                 number = self._num_made[axes, rank]
                 self._num_made[axes, rank] += 1
-                # A group made after a failure must not wait for a rank that will never come.
-                exchange = self._exchanges.setdefault(
-                    (axes, ranks, number), _Exchange(ranks, self._timeout_s, self._failed)
+                # A group made after a failure must not wait for the failed rank.
+                state = self._states.setdefault(
+                    (axes, ranks, number), _GroupState(ranks, self._timeout_s, self._failed)
                 )
-                exchange.has_common_memory = self._has_common_memory
-            return LocalGroup(exchange, ranks.index(rank))
+                state.has_common_memory = self._has_common_memory
+            return LocalGroup(state, ranks.index(rank))
 
         def transport_along(axes: tuple[str, ...], trace: Recorder | None) -> Transport:
-            ranks = self._mesh.group_of(rank, axes)
-            return self._mailbox(axes, rank).transport(rank, trace, ranks)
+            with self._lock:
+                number = self._num_opened[axes, rank]
+                self._num_opened[axes, rank] += 1
+                mailboxes = self._mailboxes.setdefault(
+                    (axes, number), LocalMailboxes(self._mesh.num_ranks, self._faults)
+                )
+            return mailboxes.transport(rank, trace, self._mesh.group_of(rank, axes))
 
-        return World(rank, self._mesh, group_along, transport_along, way="local")
-
-    def _mailbox(self, axes: tuple[str, ...], rank: int) -> LocalMail:
-        """Return the mail that all ranks share which open their next transport along `axes`."""
-        with self._lock:
-            number = self._num_opened[axes, rank]
-            self._num_opened[axes, rank] += 1
-            if (axes, number) not in self._mail:
-                self._mail[axes, number] = LocalMail(self._mesh.num_ranks, self._faults)
-            return self._mail[axes, number]
+        return World(rank, self._mesh, group_along, transport_along, carrier="local")
 
     def fail(self, rank: int, reason: str) -> None:
-        """Wake all threads that wait now or later: one of them has failed."""
+        """Wake all threads that wait now or later with an error."""
         with self._lock:
             self._failed = self._failed or reason
-            exchanges = list(self._exchanges.values())
-            mail = list(self._mail.values())
-        for exchange in exchanges:
-            exchange.fail(reason)
-        for letters in mail:
-            letters.lose(rank, reason)
+            states = list(self._states.values())
+            mailboxes = list(self._mailboxes.values())
+        for state in states:
+            state.fail(reason)
+        for opened in mailboxes:
+            opened.lose(rank, reason)
 
 
 def run_threads(
@@ -302,10 +288,8 @@ def run_threads(
 ) -> list[Result]:
     """Run `body` once per rank of `mesh`, each in a thread; return the results by rank.
 
-    With `has_common_memory` threads share memory as processes of one host do; else they only talk,
-    as ranks anywhere.
-
-    The first error that is not a consequence of another rank's failure is raised.
+    With `has_common_memory` `allocate_common` returns memory, as between processes of one host.
+    Raise the first error that is not a consequence of another rank's failure.
     """
     hub = LocalHub(mesh, timeout_s, faults, has_common_memory)
 

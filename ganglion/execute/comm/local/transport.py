@@ -1,10 +1,10 @@
-"""Messages between threads of one process, with trouble on demand: the transport of the tests.
+"""Messages between threads of one process, with injected faults: the transport of the tests.
 
-    hub = LocalMail(4)
-    transports = [hub.transport(rank) for rank in range(4)]          # one for each thread
-    hub = LocalMail(4, Faults(seed=1, delay_s=0.01, reorder=True))   # late, and in any order
+    mailboxes = LocalMailboxes(4)
+    transports = [mailboxes.transport(rank) for rank in range(4)]    # one for each thread
+    LocalMailboxes(4, Faults(seed=1, delay_s=0.01, reorder=True))    # late, and in any order
 
-What a fault does is drawn from the seed and the message, so a failing case can be played again.
+Faults are drawn from the seed and the message, so a failing case can be repeated.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ganglion.errors import ProtocolError
-from ganglion.execute.comm.message import Arrival, Forms, Numbers, plain_copy, unsent_arrival
-from ganglion.execute.comm.transport import Transport, death, left, silence
+from ganglion.execute.comm.message import Arrival, Forms, Numbers, local_arrival, plain_copy
+from ganglion.execute.comm.transport import Transport, death_error, departure_error, timeout_error
 from ganglion.trace import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What goes wrong on the way.
+    """Faults of a transport.
 
-    Messages wait up to `delay_s`, which lets those of different sources overtake each other; with
+    Messages wait up to `delay_s`, so those of different sources may overtake each other; with
     `reorder` those of one source do so too, against the contract. `drop` and `duplicate` are
     probabilities. A rank dies at its post number `fail_after` (rank, posts): its transport raises
-    PeerLost from then on, and so do those of its peers once they have what it sent before.
+    PeerLost from then on, and those of its peers do after they have received its earlier messages.
     """
 
     seed: int = 0
@@ -42,11 +42,10 @@ class Faults:
     fail_after: tuple[int, int] | None = None
 
 
-class LocalMail:
-    """What the transports of one world of threads share: a mailbox for each rank."""
+class LocalMailboxes:
+    """A mailbox for each rank, shared by the transports of one world of threads."""
 
     def __init__(self, num_ranks: int, faults: Faults | None = None) -> None:
-        """Prepare mailboxes for ranks 0 to `num_ranks` - 1."""
         self.num_ranks = num_ranks
         self._faults = Faults() if faults is None else faults
         self._boxes = [_Mailbox() for _ in range(num_ranks)]
@@ -59,7 +58,7 @@ class LocalMail:
         return LocalTransport(rank, {*everyone} - {rank}, self._boxes, self._faults, trace)
 
     def lose(self, rank: int, reason: str) -> None:
-        """Let all transports know that a rank is gone."""
+        """Mark a rank as lost in all mailboxes."""
         for box in self._boxes:
             box.lose(rank, reason)
 
@@ -86,20 +85,20 @@ class _Mailbox:
             self._lost[source] = reason
             self._changed.notify()
 
-    def see_off(self, source: int) -> None:
+    def depart(self, source: int) -> None:
         with self._changed:
             self._departed.add(source)
             self._changed.notify()
 
     def take(self, rank: int, peers: tuple[int, ...], timeout_s: float, awaiting: str) -> Arrival:
-        """Wait for the next message that is due; then for a loss, then for the deadline."""
+        """Return the next message that is due; raise PeerLost after a loss or at the deadline."""
         arrival = self._next(rank, peers, timeout_s, f"awaited {awaiting}")
         if arrival is None:
-            raise silence(rank, set(peers) - self._departed, timeout_s, awaiting)
+            raise timeout_error(rank, set(peers) - self._departed, timeout_s, awaiting)
         return arrival
 
     def take_now(self, rank: int, timeout_s: float) -> Arrival | None:
-        """Return the next message if one is due in time."""
+        """Return the next message, or None if none is due in time."""
         return self._next(rank, (), timeout_s, "looked for messages")
 
     def _next(
@@ -119,15 +118,15 @@ class _Mailbox:
                 self._changed.wait(next_s - now_s)
 
     def _raise_if_alone(self, rank: int, peers: tuple[int, ...], doing: str) -> None:
-        """Raise if somebody died, or if all of `peers` have left."""
+        """Raise PeerLost if a rank died, or if all of `peers` have left."""
         for lost, reason in self._lost.items():
-            raise death(rank, lost, reason, doing)
+            raise death_error(rank, lost, reason, doing)
         if peers and self._departed.issuperset(peers):
-            raise left(rank, peers, doing)
+            raise departure_error(rank, peers, doing)
 
 
 class LocalTransport(Transport):
-    """One thread's end of a LocalMail."""
+    """The transport of one thread."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class LocalTransport(Transport):
         faults: Faults,
         trace: Recorder | None,
     ) -> None:
-        """Join as `rank`; made by LocalMail."""
+        """Join as `rank`; made by LocalMailboxes."""
         super().__init__(rank, peers, trace)
         self._boxes = boxes
         self._faults = faults
@@ -147,25 +146,35 @@ class LocalTransport(Transport):
 
     def _carry(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
         """Put a copy of `tensor` into the target's mailbox."""
-        self._forms.pack(kind, tensor.shape, tensor.dtype)  # refuse what a wire would refuse
+        self._forms.pack(kind, tensor.shape, tensor.dtype)  # checks, as a wire would
         if target != self.rank and target not in self.peers:
             raise ProtocolError(f"rank {self.rank} has no peer {target}, only {list(self.peers)}")
-        self._die_if_due()
+        if self._is_dead():
+            for peer in self.peers:
+                self._boxes[peer].lose(self.rank, "a fault was injected")
+        self._raise_if_dead("sent a message")
         if self._boxes[target].closed:
-            raise left(self.rank, [target], f"sent a message of kind {kind!r}")
-        self._deliver(target, kind, tensor, numbers)
+            raise departure_error(self.rank, [target], f"sent a message of kind {kind!r}")
+        draw, faults = self._random, self._faults
+        dropped, copies = draw.random() < faults.drop, 1 + (draw.random() < faults.duplicate)
+        for _ in range(0 if dropped else copies):
+            due_s = time.monotonic() + draw.random() * faults.delay_s
+            if not faults.reorder:
+                due_s = self._last_due_s[target] = max(due_s, self._last_due_s[target])
+            arrival = local_arrival(self.rank, kind, plain_copy(tensor), numbers)
+            self._boxes[target].put(due_s, arrival)
 
     def receive(self, timeout_s: float, awaiting: str = "a message") -> Arrival:
         """Wait for the next arrival of any source; see Transport."""
         self._raise_if_dead(f"awaited {awaiting}")
         box = self._boxes[self.rank]
-        return self._noted(box.take(self.rank, self.peers, timeout_s, awaiting))
+        return self._recorded(box.take(self.rank, self.peers, timeout_s, awaiting))
 
     def poll(self, timeout_s: float = 0.0) -> Arrival | None:
         """Return the next arrival if one comes in time; see Transport."""
         self._raise_if_dead("looked for messages")
         arrival = self._boxes[self.rank].take_now(self.rank, timeout_s)
-        return None if arrival is None else self._noted(arrival)
+        return None if arrival is None else self._recorded(arrival)
 
     def flush(self, timeout_s: float) -> None:
         """Return at once: a post puts the message into the mailbox itself."""
@@ -175,32 +184,12 @@ class LocalTransport(Transport):
         """Leave in good order; see Transport."""
         self._boxes[self.rank].closed = True
         for peer in self.peers:
-            self._boxes[peer].see_off(self.rank)
-
-    def _deliver(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
-        draw, faults = self._random, self._faults
-        dropped, copies = draw.random() < faults.drop, 1 + (draw.random() < faults.duplicate)
-        for _ in range(0 if dropped else copies):
-            due_s = time.monotonic() + draw.random() * faults.delay_s
-            if not faults.reorder:
-                due_s = self._last_due_s[target] = max(due_s, self._last_due_s[target])
-            arrival = unsent_arrival(self.rank, kind, plain_copy(tensor), numbers)
-            self._boxes[target].put(due_s, arrival)
-
-    def _die_if_due(self) -> None:
-        if self._is_dead():
-            for peer in self.peers:
-                self._boxes[peer].lose(self.rank, "a fault was injected")
-        self._raise_if_dead("sent a message")
+            self._boxes[peer].depart(self.rank)
 
     def _is_dead(self) -> bool:
-        fail_after = self._faults.fail_after
-        return (
-            fail_after is not None
-            and self.rank == fail_after[0]
-            and self._num_posted > fail_after[1]
-        )
+        rank, num_posts = self._faults.fail_after or (-1, 0)
+        return self.rank == rank and self._num_posted > num_posts
 
     def _raise_if_dead(self, doing: str) -> None:
         if self._is_dead():
-            raise death(self.rank, self.rank, "a fault was injected", doing)
+            raise death_error(self.rank, self.rank, "a fault was injected", doing)

@@ -1,11 +1,14 @@
-"""Messages and collectives through MPI."""
+"""Messages and collectives over MPI.
+
+mpi4py is imported by `load_mpi` only, when MPI is used; the group and transport come after it.
+"""
 
 from ganglion.execute.comm.mpi.world import (
-    MpiMeeting,
+    MpiGroupFactory,
     load_mpi,
     meeting_point,
     mpi_launch,
     open_mpi_world,
 )
 
-__all__ = ["MpiMeeting", "load_mpi", "meeting_point", "mpi_launch", "open_mpi_world"]
+__all__ = ["MpiGroupFactory", "load_mpi", "meeting_point", "mpi_launch", "open_mpi_world"]

@@ -1,6 +1,6 @@
-"""Memory for large messages, used again: the first touch of fresh pages costs more than a copy.
+"""A pool of memory for large messages: the first touch of fresh pages costs more than a copy.
 
-A block goes back to the pool by itself, when the last tensor that lies in it is gone.
+A block returns to the pool when the last tensor that lies in it is gone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import weakref
 import torch
 from torch import Tensor
 
-LARGE_BYTES = 1 << 20  # below this, the system's allocator does as well
+LARGE_BYTES = 1 << 20  # below this, the system's allocator is as fast
 _ROUND_BYTES = 1 << 21
 MAX_KEPT = 4
 
@@ -19,7 +19,6 @@ class Blocks:
     """A few free blocks of memory."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self.free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
@@ -42,7 +41,7 @@ class Blocks:
 
 
 def _give_back(free: list[Tensor], block: Tensor) -> None:
-    """Keep the block, which nobody uses any more, and drop the oldest if there are too many."""
+    """Keep the unused block, and drop the oldest if there are too many."""
     free.append(block)
     if len(free) > MAX_KEPT:
         del free[0]

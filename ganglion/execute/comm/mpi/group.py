@@ -1,9 +1,9 @@
-"""A group over an MPI communicator: MPI moves the bytes, Ganglion adds them up, in order of rank.
+"""A group over an MPI communicator: MPI moves the bytes, Ganglion sums them in order of rank.
 
-MPI promises no order of its sums and knows no bfloat16, so its reductions are not used. Each
-collective begins with a message from every member to every other, sent when it is started: what it
-calls and, if that is little, the data. So members that disagree or stay away can be named. More
-data go through MPI's own collectives once all have agreed:
+MPI promises no order of its sums and has no bfloat16, so its reductions are not used. Each
+collective begins with a message from every member to every other: its call and, if they are few,
+the data. So errors can name members that disagree or stay away. More data go through MPI's own
+collectives when all have agreed:
 
     small     call + data ->  combine
     large     call -> all-to-all of slices -> combine my slice -> all-gather of slices
@@ -16,38 +16,98 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from ganglion.errors import CommError, PeerLost, ProtocolError
-from ganglion.execute.comm.call_checks import check_options, check_sizes, flattened
-from ganglion.execute.comm.calls import Arrival, Call, check_agreement
-from ganglion.execute.comm.collectives import SUM
-from ganglion.execute.comm.fate import Fate
+from ganglion.execute.comm.calls import (
+    Call,
+    GroupFailure,
+    PeerCall,
+    check_agreement,
+    check_options,
+    check_sizes,
+    flattened,
+)
+from ganglion.execute.comm.collectives import SUM, BaseGroup
 from ganglion.execute.comm.mpi.blocks import Blocks
 from ganglion.execute.comm.mpi.progress import Activity, Progress
-from ganglion.execute.comm.mpi.slices import Slices, as_bytes
 from ganglion.execute.comm.reduce_order import combine, combine_aliased, combine_by_tree
 from ganglion.execute.comm.transport import name_ranks
 
 EAGER_BYTES = 1 << 14
 _HEAD_BYTES = 64  # a call, padded so that data behind it are aligned
 _TAG = 1
-_PARTING_S = 2.0
+_CLOSE_S = 2.0
 _CARRIER = "MPI"
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Requests = Sequence[MPI.Request]
 Finish = Callable[[list[Tensor]], None]
 Exchange = Callable[[], Iterator[Requests]]
+
+
+def as_bytes(flat: Tensor) -> Bytes:
+    """Return the memory of a flat tensor of any dtype."""
+    array: Bytes = flat.view(torch.uint8).numpy()
+    return array
+
+
+class Slices:
+    """A flat tensor cut into one slice for each member; lengths differ by at most one element.
+
+    scatter      member i gets slice i of every member, to combine them
+    gather_all   every member gets the combined slices
+    gather       one member gets them
+    """
+
+    def __init__(self, flat: Tensor, size: int, blocks: Blocks) -> None:
+        """Cut `flat` into `size` slices; received data lie in `blocks`."""
+        self._flat = flat
+        self._blocks = blocks
+        self._bounds = [flat.numel() * i // size for i in range(size + 1)]
+        item = flat.element_size()
+        edges = [bound * item for bound in self._bounds]
+        self._starts = edges[:-1]
+        self._counts = [end - start for start, end in pairwise(edges)]
+
+    def of(self, index: int) -> Tensor:
+        """Return the slice at a position, in place."""
+        return self._flat[self._bounds[index] : self._bounds[index + 1]]
+
+    def scatter(self, comm: MPI.Intracomm, index: int) -> tuple[list[Tensor], MPI.Request]:
+        """Start to collect slice `index` of every member; return the parts and the request."""
+        size = len(self._counts)
+        mine = self._counts[index]
+        parts = self._blocks.take(size * mine)
+        request = comm.Ialltoallv(
+            [as_bytes(self._flat), (self._counts, self._starts), MPI.BYTE],
+            [parts.numpy(), ([mine] * size, [mine * i for i in range(size)]), MPI.BYTE],
+        )
+        return list(parts.view(self._flat.dtype).view(size, -1)), request
+
+    def gather_all(self, comm: MPI.Intracomm) -> MPI.Request:
+        """Start to fill every member's tensor with the slices of all."""
+        return comm.Iallgatherv(MPI.IN_PLACE, self._layout())
+
+    def gather(self, comm: MPI.Intracomm, mine: Tensor, index: int, root: int) -> MPI.Request:
+        """Start to fill the tensor of the member at `root` with the slices of all."""
+        target = self._layout() if index == root else None
+        return comm.Igatherv([as_bytes(mine), MPI.BYTE], target, root)
+
+    def _layout(self) -> Any:
+        return [as_bytes(self._flat), (self._counts, self._starts), MPI.BYTE]
 
 
 class MpiHandle:
     """A started collective."""
 
     def __init__(self, group: MpiGroup, call: Call) -> None:
-        """Wait through `group`."""
         self._group = group
         self.call = call
         self.started_s = time.perf_counter()
@@ -59,11 +119,11 @@ class MpiHandle:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to wait for."""
+        """Whether the collective has ended or failed."""
         return self.finished_s is not None or self.error is not None
 
     def is_done(self) -> bool:
-        """Say, without waiting, whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         return self.done
 
     def wait(self) -> None:
@@ -74,7 +134,7 @@ class MpiHandle:
             raise type(self.error)(str(self.error)) from self.error
 
 
-class MpiGroup:
+class MpiGroup(BaseGroup):
     """Collectives between the processes of one communicator, which the group owns.
 
     Calls of one group must not come from two threads at once; waits may come in any order. A
@@ -90,13 +150,11 @@ class MpiGroup:
         timeout_s: float,
     ) -> None:
         """Join the members `ranks` as `rank`; positions in `comm` are positions in `ranks`."""
-        self.ranks = ranks
-        self.index = ranks.index(rank)
-        self.size = len(ranks)
+        super().__init__(ranks, rank)
         self._comm = comm
         self._progress = progress
         self._timeout_s = timeout_s
-        self._fate = Fate()
+        self._failure = GroupFailure()
         self._blocks = Blocks()
         self._num_calls = 0
         self._jobs: deque[MpiHandle] = deque()
@@ -105,14 +163,6 @@ class MpiGroup:
         self._slots = {i: bytearray(_HEAD_BYTES + EAGER_BYTES) for i in self._others}
         self._statuses = [MPI.Status() for _ in self._others]
         progress.add(self)
-
-    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor; MPI needs no special memory."""
-        return torch.empty(num_elements, dtype=dtype)
-
-    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return None: members may be on different hosts."""
-        return None
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> MpiHandle:
         """Combine `tensor` over all members, in place."""
@@ -205,44 +255,46 @@ class MpiGroup:
         self._start(call, nothing, lambda _: None, lambda: iter(())).wait()
 
     def close(self) -> None:
-        """Give the communicator back; unfinished collectives fail."""
+        """Free the communicator; unfinished collectives fail."""
         if self._comm == MPI.COMM_NULL:
             return
-        healthy = self._fate.end(CommError(f"the group of ranks {list(self.ranks)} is closed"))
-        sent = self._progress.wait(lambda: not self._sends, _PARTING_S)
+        healthy = self._failure.record(
+            CommError(f"the group of ranks {list(self.ranks)} is closed")
+        )
+        sent = self._progress.wait(lambda: not self._sends, _CLOSE_S)
         self._progress.remove(self)
-        # After a failure messages may be left: another communicator with this one's number would
-        # get them. MPI may still write to the memory of what is unfinished, too.
+        # After a failure messages may be left, which another communicator with this one's number
+        # would get, and MPI may still write to the memory of unfinished collectives.
         if healthy and sent and not self._jobs:
             self._comm.Free()
 
     def finish(self, job: MpiHandle) -> None:
-        """Work until `job` is done or its deadline has passed."""
+        """Advance collectives until `job` is done; fail the group at the deadline."""
         if not self._progress.wait(lambda: job.done, self._timeout_s):
             with self._progress.turn:
                 if not job.done:
-                    self._fail(self._silence())
+                    self._fail(self._timeout_error())
 
     def advance(self) -> Activity:
-        """Move the first unfinished collective on; the next ones must wait for it."""
+        """Advance the first unfinished collective; the next ones wait for it."""
         while self._sends and self._sends[0].Test():
             self._sends.popleft()
         while self._jobs and not self._jobs[0].error:
             job = self._jobs[0]
             try:
-                if not self._moved_on(job):
+                if not self._advanced(job):
                     return job.activity
             except CommError as error:
                 self._fail(error)
             except MPI.Exception as error:
                 self._fail(self._translated(job.call, error))
             except Exception as error:
-                # The members are out of step now, whatever it was.
+                # The members are out of step now, whatever the error.
                 self._fail(CommError(f"{job.call} failed on one rank: {error!r}"))
         return Activity.AWAITING if self._sends else Activity.IDLE
 
-    def _moved_on(self, job: MpiHandle) -> bool:
-        """Return whether the requests of `job` were complete, after taking its next step."""
+    def _advanced(self, job: MpiHandle) -> bool:
+        """Take the next step of `job` if its requests are complete; return whether they were."""
         waits_for_calls = job.activity == Activity.AWAITING and job.requests
         statuses = self._statuses if waits_for_calls else None
         if not MPI.Request.Testall(job.requests, statuses):
@@ -280,7 +332,7 @@ class MpiGroup:
         return job
 
     def _payload(self, call: Call, flat: Tensor, peer: int) -> memoryview | bytes:
-        """Return what goes to `peer` along with the call."""
+        """Return the data for `peer` that follow the call."""
         wanted = {"broadcast": self.index == call.root, "reduce": peer == call.root}
         if not 0 < call.num_bytes <= EAGER_BYTES or not wanted.get(call.kind, True):
             return b""
@@ -291,7 +343,7 @@ class MpiGroup:
         return data[peer * step : (peer + 1) * step]
 
     def _parts(self, call: Call, flat: Tensor) -> list[Tensor]:
-        """Return what came with the calls, in order of rank, with this member's own part."""
+        """Return the data of all calls, in order of rank, including this member's."""
         mine = flat.view(self.size, -1)[self.index] if call.kind == "reduce_scatter" else flat
         parts = [mine] * self.size
         for i, status in zip(self._others, self._statuses, strict=True):
@@ -304,24 +356,23 @@ class MpiGroup:
     def _check_calls(self, call: Call) -> None:
         size = len(call.pack())
         records = {i: bytes(self._slots[i][:size]) for i in self._others}
-        check_agreement(
-            self.ranks, call, {i: Arrival(call.number, data, b"") for i, data in records.items()}
-        )
+        others = {i: PeerCall(call.number, record, b"") for i, record in records.items()}
+        check_agreement(self.ranks, call, others)
 
     def _call(self, kind: str, flat: Tensor, op: str = "", root: int = 0) -> Call:
-        """Check what was asked for and give it the next number."""
-        self._fate.check()
+        """Check the options and return the call with the next number."""
+        self._failure.check()
         check_options(kind, self.ranks, op, root, flat.dtype)
         self._num_calls += 1
         return Call(self._num_calls, kind, op, flat.dtype, root, flat.numel())
 
     def _fail(self, error: CommError) -> None:
-        failure = self._fate.fail(error)
+        failure = self._failure.fail(error)
         for job in self._jobs:
             job.error = failure
 
-    def _silence(self) -> PeerLost:
-        """Describe the deadline that passed for the first unfinished collective."""
+    def _timeout_error(self) -> PeerLost:
+        """Return the error for the passed deadline of the first unfinished collective."""
         job = self._jobs[0]
         lagging = list(self.ranks)
         if job.activity == Activity.AWAITING and job.requests:

@@ -1,11 +1,11 @@
-"""MPI moves data only inside its calls: whoever waits makes them, and a thread when nobody waits.
+"""Progress of MPI, which moves data only inside its calls: waiters make them, else a thread.
 
-    start()   sends what is small at once, and wakes the thread if it sleeps
-    wait()    tests requests until its own work is done; the thread keeps out of the way
-    thread    tests requests while there are any and nobody waits
+    start()   sends small data at once, and wakes the thread if it sleeps
+    wait()    tests requests until its own work is done; meanwhile the thread does not
+    thread    tests requests while there are any and no thread waits
 
-Tests come one after the other without a pause at first, then with short sleeps: MPI itself would
-spin for ever, and ranks may have to share a core.
+Tests follow each other without a pause at first, then with short sleeps: MPI itself would spin for
+ever, and ranks may have to share a core.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Protocol
 
 
 class Activity(IntEnum):
-    """How much there is to do, from never again to all hands."""
+    """The state of a task, in order of urgency."""
 
-    OVER = -1  # the task is to be forgotten
+    OVER = -1  # the task can be removed
     IDLE = 0
-    AWAITING = 1  # for what peers have not sent yet
-    MOVING = 2  # data that all sides have agreed on
+    AWAITING = 1  # waits for data that peers have not sent yet
+    MOVING = 2  # moves data that all sides have agreed on
 
 
 class Task(Protocol):
-    """Something that moves on when it is given the chance."""
+    """Work that Progress advances."""
 
     def advance(self) -> Activity:
-        """Do what can be done without waiting; never raise."""
+        """Do all that needs no waiting; never raise."""
 
 
 _WAITER_SPINS_S = {
@@ -53,10 +53,10 @@ _LINGER_S = 0.05
 
 
 class Pauses:
-    """How long to leave MPI alone between two tests."""
+    """The pauses between two tests."""
 
     def __init__(self, spins_s: dict[Activity, float], longest_s: float) -> None:
-        """Spin for a while after every change, then sleep longer and longer."""
+        """Spin for `spins_s` after every change, then sleep longer and longer."""
         self._spins_s = spins_s
         self._longest_s = longest_s
         self._activity: Activity | None = None
@@ -64,7 +64,7 @@ class Pauses:
         self._sleep_s = _SHORTEST_S
 
     def pause(self, activity: Activity) -> None:
-        """Give others the core, for as long as it makes sense in this state."""
+        """Yield the core, or sleep if `activity` has not changed for a while."""
         now_s = time.monotonic()
         if activity != self._activity:
             self._activity, self._changed_s, self._sleep_s = activity, now_s, _SHORTEST_S
@@ -76,10 +76,9 @@ class Pauses:
 
 
 class Progress:
-    """Moves the tasks of one process on."""
+    """Advances the tasks of one process."""
 
     def __init__(self) -> None:
-        """Start with no task and no thread."""
         self.turn = threading.Lock()  # tasks advance under it, one thread at a time
         self._tasks: tuple[Task, ...] = ()
         self._num_waiting = 0
@@ -89,17 +88,17 @@ class Progress:
         self._stopped = False
 
     def add(self, task: Task) -> None:
-        """Move this task on from now on."""
+        """Advance this task from now on."""
         with self.turn:
             self._tasks = (*self._tasks, task)
 
     def remove(self, task: Task) -> None:
-        """Leave this task alone from now on."""
+        """Advance this task no more."""
         with self.turn:
             self._tasks = tuple(other for other in self._tasks if other is not task)
 
     def notify(self) -> None:
-        """Say that a task has been given something to do."""
+        """Start or wake the thread: a task has something to do."""
         if self._thread is None and not self._stopped:
             self._thread = threading.Thread(target=self._serve, name="mpi progress", daemon=True)
             self._thread.start()
@@ -107,7 +106,7 @@ class Progress:
             self._wake.set()
 
     def wait(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Move tasks on until `is_done()`; return False if that takes too long."""
+        """Advance tasks until `is_done()`; return False if that takes too long."""
         end_s = time.monotonic() + timeout_s
         pauses = Pauses(_WAITER_SPINS_S, _WAITER_LONGEST_S)
         with self._waiting():
@@ -120,7 +119,7 @@ class Progress:
                 pauses.pause(activity)
 
     def stop(self) -> None:
-        """End the thread; after that, only waiting moves anything."""
+        """End the thread; after that, only `wait` advances tasks."""
         self._stopped = True
         self._wake.set()
         if self._thread is not None:
@@ -146,7 +145,7 @@ class Progress:
                 self._num_waiting -= 1
 
     def _serve(self) -> None:
-        """Look for work now and then, and after a while without any, sleep until called."""
+        """Advance tasks now and then; after a while without work, sleep until `notify`."""
         pauses, idle_s = Pauses(_THREAD_SPINS_S, _THREAD_LONGEST_S), 0.0
         while not self._stopped:
             activity = Activity.IDLE if self._num_waiting else self._step()
@@ -163,7 +162,7 @@ class Progress:
     def _sleep(self) -> None:
         self._wake.clear()
         self._is_asleep = True
-        # Who starts something looks at the flag afterwards; this looks for work after setting it.
+        # `notify` reads the flag after adding work; this looks for work after setting the flag.
         if not self._stopped and self._step() <= Activity.IDLE:
             self._wake.wait()
         self._is_asleep = False

@@ -1,11 +1,10 @@
-"""Messages over MPI: each is one MPI message, header in front, that nobody has to expect.
+"""Messages over MPI: each is one MPI message with its header in front.
 
     [length of form | numbers | form | padding][payload]
 
-A probe for any source finds the next message and its size, so memory for it is made only then. The
-header is padded, so the payload can be used where it was received: one copy on the sender's side,
-none on the receiver's but MPI's own. A message of no bytes is a goodbye,
-which everybody sends to everybody.
+A probe for any source finds the next message and its size; only then memory is allocated. The
+header is padded, so that the payload can be used where it was received: the sender copies once, the
+receiver not at all, except inside MPI. A message of no bytes is a goodbye, sent to every peer.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from ganglion.execute.comm.message import (
 )
 from ganglion.execute.comm.mpi.blocks import Blocks
 from ganglion.execute.comm.mpi.progress import Activity, Progress
-from ganglion.execute.comm.transport import Transport, death, left, silence
+from ganglion.execute.comm.transport import Transport, death_error, departure_error, timeout_error
 from ganglion.trace import Recorder
 
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("<H")
 _START = _LENGTH.size + NUMBERS.size
 _TAG = 2
-_PARTING_S = 2.0
+_CLOSE_S = 2.0
 
 
 class _Incoming(NamedTuple):
@@ -81,8 +80,8 @@ class MpiTransport(Transport):
         if self._failure is not None:
             raise type(self._failure)(f"{self._failure}; rank {self.rank} awaited {awaiting}")
         if self._is_alone():
-            raise left(self.rank, self._departed, f"awaited {awaiting}")
-        raise silence(self.rank, set(self.peers) - self._departed, timeout_s, awaiting)
+            raise departure_error(self.rank, self._departed, f"awaited {awaiting}")
+        raise timeout_error(self.rank, set(self.peers) - self._departed, timeout_s, awaiting)
 
     def poll(self, timeout_s: float = 0.0) -> Arrival | None:
         """Return the next arrival if one comes in time; see Transport."""
@@ -95,21 +94,21 @@ class MpiTransport(Transport):
         """Return when everything posted was handed over; see Transport."""
         if not self._progress.wait(lambda: not self._sends, timeout_s):
             lagging = {target for target, _ in tuple(self._sends)}
-            raise silence(self.rank, lagging, timeout_s, "room for what it posted")
+            raise timeout_error(self.rank, lagging, timeout_s, "room for what it posted")
 
     def close(self) -> None:
-        """Say goodbye to all; see Transport."""
+        """Send a goodbye to every peer; see Transport."""
         if self._is_closed:
             return
-        with self._progress.turn:  # nobody may see half of this
+        with self._progress.turn:  # the thread must not see half of this
             for peer in self.peers:
-                with suppress(PeerLost):  # it is gone: nobody to tell
+                with suppress(PeerLost):  # the peer is gone
                     self._send(peer, torch.empty(0, dtype=torch.uint8))
             self._is_closed = True
-        self._progress.wait(lambda: not self._sends, _PARTING_S)
+        self._progress.wait(lambda: not self._sends, _CLOSE_S)
 
     def advance(self) -> Activity:
-        """See which sends are done, take what has come, and put it into the mailbox in order."""
+        """Test sends, receive what has arrived and deliver it in order."""
         try:
             while self._sends and self._sends[0][1].Test():
                 self._sends.popleft()
@@ -133,20 +132,20 @@ class MpiTransport(Transport):
         if target != self.rank and target not in self.peers:
             raise ProtocolError(f"rank {self.rank} has no peer {target}, only {list(self.peers)}")
         if target in self._departed:
-            raise left(self.rank, [target], f"sent a message of kind {kind!r}")
+            raise departure_error(self.rank, [target], f"sent a message of kind {kind!r}")
         self._send(target, self._packed(kind, tensor, numbers))
 
     def _next(self, timeout_s: float) -> Arrival | None:
-        """Return the next arrival if there is news in time, and the news is one."""
+        """Return the next arrival, or None at the deadline, after a failure or without peers."""
         self._check_open()
         if not self._mailbox:
             self._progress.wait(self._has_news, timeout_s)
-        return self._noted(self._mailbox.popleft()) if self._mailbox else None
+        return self._recorded(self._mailbox.popleft()) if self._mailbox else None
 
     def _wind_up(self) -> Activity:
-        """Throw away what comes after the end, and free the communicator after the last goodbye.
+        """Discard messages after `close`, and free the communicator after the last goodbye.
 
-        Before that, MPI could give its number to another one, which would get this one's messages.
+        Earlier, MPI could give its number to another one, which would get this one's messages.
         """
         self._mailbox.clear()
         if self._sends or self._incoming:
@@ -157,7 +156,7 @@ class MpiTransport(Transport):
         return Activity.OVER
 
     def _match(self) -> None:
-        """Begin to receive every message that is on its way."""
+        """Start to receive every message that a probe finds."""
         while message := self._comm.Improbe(MPI.ANY_SOURCE, _TAG, self._status):
             data = self._blocks.take(self._status.Get_count(MPI.BYTE))
             request = message.Irecv([data.numpy(), MPI.BYTE])
@@ -165,7 +164,7 @@ class MpiTransport(Transport):
             self._incoming.append(_Incoming(source, data, request))
 
     def _deliver(self) -> None:
-        """Hand over what is complete, unless an earlier message of its source is not."""
+        """Deliver complete messages, in order for each source."""
         late: set[int] = set()
         for incoming in tuple(self._incoming):
             if incoming.source in late or not incoming.request.Test():
@@ -210,7 +209,7 @@ class MpiTransport(Transport):
                 self._sends.append((target, request))
                 self._progress.notify()
         except MPI.Exception as error:
-            raise death(self.rank, target, str(error), "sent it a message") from error
+            raise death_error(self.rank, target, str(error), "sent it a message") from error
 
     def _check_open(self) -> None:
         if self._is_closed:

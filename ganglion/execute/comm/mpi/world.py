@@ -1,11 +1,11 @@
-"""How ranks meet under mpiexec: MPI knows who is there, and makes a communicator for each group.
+"""Opening the world under mpiexec: MPI makes a communicator for each group and transport.
 
-MPI is loaded only here, when somebody asks for it: everything else works without it.
+mpi4py is imported only here, on demand: everything else works without it.
 
-    meeting = MpiMeeting(timeout_s)       # all processes of mpiexec, or the first of them
-    world = meeting.world(mesh)           # their groups and transports
+    factory = MpiGroupFactory(timeout_s)  # all processes of mpiexec, or the first of them
+    world = factory.world(mesh)           # their groups and transports
 
-Processes that serve are in no group: `meeting_point` tells all where a store is to be found.
+Processes that serve are in no group: `meeting_point` gives all the address of a store.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from ganglion.decide.topology import AXES, Launch, Mesh
 from ganglion.errors import LaunchError, LayoutError
-from ganglion.execute.comm.choice import MPI as MPI_WAY
 from ganglion.execute.comm.collectives import Group, SoloGroup
+from ganglion.execute.comm.hosts import MPI as MPI_CARRIER
 from ganglion.execute.comm.mpi.progress import Activity, Pauses, Progress
-from ganglion.execute.comm.transport import Transport, silence
+from ganglion.execute.comm.torch import init_process_group
+from ganglion.execute.comm.transport import Transport, timeout_error
 from ganglion.execute.comm.world import World
 from ganglion.trace import Recorder
 
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 _TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # exported, but not in its types
 _ROLL_TAG, _FIRST_TAG, _STORE_TAG, _GROUP_TAG, _TRANSPORT_TAG = 3, 4, 5, 32, 64
 _ADDRESS_BYTES = 512
-_SETTLE_S = 0.3  # after an abort, mpiexec throws away what it has not read yet
+_SETTLE_S = 0.3  # after an abort, mpiexec discards output that it has not read yet
 
 
 def open_mpi_world(mesh: Mesh, timeout_s: float = 300.0) -> World:
     """Meet the other processes of mpiexec and return the world of `mesh`."""
-    return MpiMeeting(timeout_s).world(mesh)
+    return MpiGroupFactory(timeout_s).world(mesh)
 
 
 def mpi_launch() -> Launch:
-    """Return this process's place as MPI itself knows it."""
+    """Return the launch of this process as MPI knows it."""
     world = load_mpi().COMM_WORLD
     host = world.Split_type(load_mpi().COMM_TYPE_SHARED)
     try:
@@ -65,14 +65,14 @@ def mpi_launch() -> Launch:
 
 @contextmanager
 def meeting_point(launch: Launch, timeout_s: float) -> Iterator[Launch]:
-    """Yield `launch` with the address of a store at rank 0; all processes of mpiexec enter.
+    """Yield `launch` with the address of a store, which rank 0 keeps while it is inside.
 
-    The store is there as long as rank 0 is inside.
+    All processes of mpiexec must enter.
     """
     mpi = load_mpi()
     everyone = mpi.COMM_WORLD
     call_roll(everyone, range(everyone.Get_size()), _STORE_TAG, timeout_s)
-    store = _store_of_all(mpi, everyone, timeout_s)
+    store = _open_store(mpi, everyone, timeout_s)
     try:
         yield replace(launch, master_addr=store.host, master_port=store.port)
     finally:
@@ -80,7 +80,7 @@ def meeting_point(launch: Launch, timeout_s: float) -> Iterator[Launch]:
 
 
 def load_mpi() -> Any:
-    """Return mpi4py's MPI, initialized; LaunchError if it cannot be had."""
+    """Import and return mpi4py's MPI, initialized; raise LaunchError if that fails."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -95,13 +95,13 @@ def load_mpi() -> Any:
     return MPI
 
 
-class MpiMeeting:
-    """All processes that mpiexec started, and what this one needs to talk to the others."""
+class MpiGroupFactory:
+    """Makes the groups and transports of one process of mpiexec."""
 
     def __init__(self, timeout_s: float, num_ranks: int | None = None) -> None:
-        """Meet the others, or the first `num_ranks`; PeerLost names those who do not come in time.
+        """Meet all processes, or the first `num_ranks`, which alone call this then.
 
-        Those beyond have another task and do not call this.
+        Raise PeerLost that names those that do not call in time.
         """
         self._mpi = load_mpi()
         everyone = self._mpi.COMM_WORLD
@@ -111,15 +111,18 @@ class MpiMeeting:
         self._progress = Progress()
         ranks = tuple(range(self.num_ranks))
         call_roll(everyone, ranks, _ROLL_TAG, timeout_s)
-        self._comm: MPI.Intracomm = _first_of(everyone, ranks)
+        whole = len(ranks) == everyone.Get_size()
+        self._comm: MPI.Intracomm = (
+            everyone.Dup() if whole else _create_comm(everyone, ranks, _FIRST_TAG)
+        )
         _open_torch(self._mpi, self._comm, timeout_s)
-        if self.num_ranks > 1:  # after torch, whose own hook prints only when ours has returned
+        if self.num_ranks > 1:  # after torch, whose hook prints only when ours has returned
             sys.excepthook = _AbortHook(self._mpi)
-        # MPI ends after this: no thread may be inside one of its calls then.
+        # MPI ends after this, when no thread may be inside one of its calls.
         atexit.register(self._progress.stop)
 
     def world(self, mesh: Mesh) -> World:
-        """Return the world of `mesh`, which talks over MPI."""
+        """Return the world of `mesh` over MPI."""
         if mesh.num_ranks != self.num_ranks:
             raise LayoutError(
                 f"the plan needs {mesh.num_ranks} processes, but MPI sees {self.num_ranks}: start "
@@ -131,7 +134,7 @@ class MpiMeeting:
             mesh,
             lambda axes: self._group(mesh, axes),
             lambda axes, trace: self._transport(mesh, axes, trace),
-            way=MPI_WAY,
+            carrier=MPI_CARRIER,
         )
 
     def _group(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
@@ -151,37 +154,29 @@ class MpiMeeting:
         return MpiTransport(ranks, self.rank, comm, self._progress, trace)
 
     def _new_comm(self, ranks: tuple[int, ...], tag: int) -> MPI.Intracomm:
-        """Make a communicator once all members are there: MPI would wait for them for ever."""
-        call_roll(self._comm, ranks, tag, self._timeout_s)
-        whole = self._comm.Get_group()
-        part = whole.Incl(ranks)
-        try:
-            return self._comm.Create_group(part, tag)
-        finally:
-            part.Free()
-            whole.Free()
+        """Return a communicator of `ranks`, which call this together."""
+        call_roll(self._comm, ranks, tag, self._timeout_s)  # MPI itself would wait for ever
+        return _create_comm(self._comm, ranks, tag)
 
 
-def _first_of(everyone: MPI.Intracomm, ranks: tuple[int, ...]) -> MPI.Intracomm:
-    """Return a communicator of our own among these ranks, who have met."""
-    if len(ranks) == everyone.Get_size():
-        return everyone.Dup()
-    whole = everyone.Get_group()
+def _create_comm(comm: MPI.Intracomm, ranks: tuple[int, ...], tag: int) -> MPI.Intracomm:
+    """Return a communicator of `ranks`, positions in `comm`, which have met."""
+    whole = comm.Get_group()
     part = whole.Incl(ranks)
     try:
-        return everyone.Create_group(part, _FIRST_TAG)
+        return comm.Create_group(part, tag)
     finally:
         part.Free()
         whole.Free()
 
 
 def _number(axes: tuple[str, ...]) -> int:
-    """Return a number of its own for each set of axes: ranks that ask for others never meet."""
+    """Return a tag for each set of axes: ranks that ask for different ones must not meet."""
     return sum(1 << AXES.index(axis) for axis in axes)
 
 
 def call_roll(comm: MPI.Intracomm, ranks: Sequence[int], tag: int, timeout_s: float) -> None:
-    """Return when every one of `ranks` has called this; PeerLost names those that did not."""
+    """Return when all of `ranks` have called this; raise PeerLost that names those that did not."""
     mine = comm.Get_rank()
     others = [rank for rank in ranks if rank != mine]
     sends = [comm.Isend(b"", rank, tag) for rank in others]
@@ -190,14 +185,14 @@ def call_roll(comm: MPI.Intracomm, ranks: Sequence[int], tag: int, timeout_s: fl
     pauses = Pauses({Activity.AWAITING: 1e-3}, longest_s=1e-3)
     while late := [rank for rank, request in receives.items() if not request.Test()]:
         if time.monotonic() > end_s:
-            raise silence(mine, late, timeout_s, f"ranks {list(ranks)} to meet")
+            raise timeout_error(mine, late, timeout_s, f"ranks {list(ranks)} to meet")
         pauses.pause(Activity.AWAITING)
     for send in sends:
         send.Wait()
 
 
 class _AbortHook:
-    """Ends all ranks after an uncaught exception: at exit, MPI would wait for the others."""
+    """Ends all ranks after an uncaught exception; otherwise MPI would wait for them at exit."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -217,24 +212,22 @@ class _AbortHook:
 
 
 def _open_torch(mpi: Any, comm: MPI.Intracomm, timeout_s: float) -> None:
-    """Give torch.distributed a world of its own, which checkpoints need: rank 0 opens a store."""
+    """Initialize torch.distributed, which checkpoints need."""
     if dist.is_initialized():
         return
-    rank, size, timeout = comm.Get_rank(), comm.Get_size(), timedelta(seconds=timeout_s)
+    rank, size = comm.Get_rank(), comm.Get_size()
     try:
-        store = _store_of_all(mpi, comm, timeout_s)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        store = _open_store(mpi, comm, timeout_s)
+        init_process_group(rank, size, timeout_s, store=store)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {rank} of {size} could not open torch.distributed, which checkpoints need, "
             f"beside MPI: check that the hosts can reach each other by name ({error})"
         ) from error
-    atexit.register(_close_torch)
 
 
-def _store_of_all(mpi: Any, comm: MPI.Intracomm, timeout_s: float) -> Any:
-    """Return a store that the first of `comm` opens, and all of it find."""
+def _open_store(mpi: Any, comm: MPI.Intracomm, timeout_s: float) -> Any:
+    """Return the store that the first of `comm` opens for all of it."""
     size, timeout = comm.Get_size(), timedelta(seconds=timeout_s)
     address, host, store = bytearray(_ADDRESS_BYTES), _own_address(mpi, comm), None
     if comm.Get_rank() == 0:
@@ -247,14 +240,9 @@ def _store_of_all(mpi: Any, comm: MPI.Intracomm, timeout_s: float) -> Any:
 
 
 def _own_address(mpi: Any, comm: MPI.Intracomm) -> str:
-    """Return the name other ranks can reach this host by."""
+    """Return a name by which other ranks can reach this host."""
     host = comm.Split_type(mpi.COMM_TYPE_SHARED)
     try:
         return "localhost" if host.Get_size() == comm.Get_size() else socket.gethostname()
     finally:
         host.Free()
-
-
-def _close_torch() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

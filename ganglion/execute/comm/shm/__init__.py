@@ -1,4 +1,7 @@
-"""Messages and collectives through shared memory inside a host."""
+"""Messages and collectives inside a host, through Unix sockets and shared memory.
+
+Nothing here crosses a host or touches a GPU.
+"""
 
 from ganglion.execute.comm.shm.group import ShmGroup
 from ganglion.execute.comm.shm.transport import INLINE_BYTES, ShmTransport, open_shm_transport

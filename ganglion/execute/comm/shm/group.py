@@ -1,7 +1,7 @@
 """A group of one host: small collectives go through sockets, large ones through shared memory.
 
     ShmGroup --- EagerPath (small) ---- sockets: calls and data
-            `--- Progress -- Carrier -- sockets: calls and signals; shared memory: data
+            `--- Progress - BulkPath -- sockets: calls and signals; shared memory: data
                  (large)
 
 Sums are taken in order of rank on both paths, so a result depends neither on timing nor on size.
@@ -19,21 +19,27 @@ import torch
 from torch import Tensor
 
 from ganglion.errors import CommError
-from ganglion.execute.comm.call_checks import check_options, check_sizes, flattened
-from ganglion.execute.comm.calls import Arrival, Call
+from ganglion.execute.comm.calls import (
+    GOODBYE,
+    Call,
+    GroupFailure,
+    PeerCall,
+    check_options,
+    check_sizes,
+    flattened,
+)
 from ganglion.execute.comm.collectives import SUM
-from ganglion.execute.comm.fate import Fate
 from ganglion.execute.comm.reduce_order import combine as combine_in_order
 from ganglion.execute.comm.reduce_order import combine_aliased, combine_by_tree
-from ganglion.execute.comm.shm.bulk import Carrier
+from ganglion.execute.comm.shm.bulk import BulkPath
 from ganglion.execute.comm.shm.eager import EagerHandle, EagerPath, Finish
+from ganglion.execute.comm.shm.group_links import GroupLinks
 from ganglion.execute.comm.shm.progress import Job, Progress
-from ganglion.execute.comm.shm.signals import Links
 
 SLOT_BYTES = 1 << 20
-EAGER_BYTES = 1 << 16  # what a member sends to all others together in a small collective
+EAGER_BYTES = 1 << 16  # sent by a member to all others together in a small collective
 LINGER_S = 100e-6  # about what it takes to wake a sleeping process
-Arrivals = Mapping[int, Arrival]
+PeerCalls = Mapping[int, PeerCall]
 _CARRIER = "shared memory"
 
 
@@ -58,29 +64,31 @@ class ShmGroup:
         """Join the members `ranks` as `rank`; all must do so at the same time.
 
         `small` and `large` are two independent sets of connected Unix stream sockets, by peer
-        rank, which the group owns from now on; the sizes must be the same on all members. Raises
-        PeerLost if a member does not come within `timeout_s`, CommError on all members if one
-        of them cannot get shared memory.
+        rank, which the group owns from now on; the sizes must be the same on all members. Raise
+        PeerLost if a member does not join within `timeout_s`, CommError on all members if one of
+        them cannot get shared memory.
         """
         self.ranks = ranks
         self.index = ranks.index(rank)
         self.size = len(ranks)
         self._eager_bytes = eager_bytes // (self.size - 1)
-        self._fate = Fate()
-        small_links = Links(ranks, small, timeout_s, takes_descriptors=False, linger_s=LINGER_S)
-        self._eager = EagerPath(ranks, small_links, self._fate)
-        links = Links(ranks, large, timeout_s, takes_descriptors=True)
+        self._failure = GroupFailure()
+        small_links = GroupLinks(
+            ranks, small, timeout_s, takes_descriptors=False, linger_s=LINGER_S
+        )
+        self._eager = EagerPath(ranks, small_links, self._failure)
+        links = GroupLinks(ranks, large, timeout_s, takes_descriptors=True)
         try:
-            self._carrier = Carrier(ranks, rank, links, slot_bytes, self._eager.announce)
+            self._bulk = BulkPath(ranks, rank, links, slot_bytes, self._eager.announce)
         except BaseException:
             links.close()
             self._eager.close()
             raise
-        self._carrier.decide(self._fate)
-        self._progress = Progress(self._carrier.carry, self._fate, f"collectives of {rank}")
-        # Also when nobody closes the group: the others must not take a normal exit for a death.
+        self._bulk.end_with(self._failure)
+        self._progress = Progress(self._bulk.carry, self._failure, f"collectives of {rank}")
+        # Also for a group that is never closed: others must not take a normal exit for a death.
         self._release = weakref.finalize(
-            self, _release, ranks, self._fate, links, self._eager, self._progress, self._carrier
+            self, _release, ranks, self._failure, links, self._eager, self._progress, self._bulk
         )
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -89,10 +97,10 @@ class ShmGroup:
         Its memory is shared with the members and kept until the group is closed. Without shared
         memory it is an ordinary tensor, with a warning.
         """
-        self._fate.check()
+        self._failure.check()
         if num_elements:
             try:
-                return self._carrier.arena.allocate(num_elements, dtype)
+                return self._bulk.arena.allocate(num_elements, dtype)
             except OSError as error:
                 warnings.warn(
                     f"no shared memory for {num_elements * dtype.itemsize} bytes ({error}): "
@@ -104,7 +112,7 @@ class ShmGroup:
     def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
         """Return memory of the first member that all have mapped, or None if it has none.
 
-        It is kept until the group is closed, and by those who still use it then.
+        It lives until the group is closed and no tensor uses it any more.
         """
         source = torch.empty(0, dtype=dtype)
         if self.index == 0 and num_elements:
@@ -119,8 +127,8 @@ class ShmGroup:
         flat = flattened(tensor, _CARRIER)
         call = self._call("all_reduce", flat, op)
 
-        def finish(arrivals: Arrivals) -> None:
-            combine_aliased(self._parts(flat, arrivals), self.index, op)
+        def finish(calls: PeerCalls) -> None:
+            combine_aliased(self._parts(flat, calls), self.index, op)
 
         return self._start(call, flat, flat, finish)
 
@@ -130,10 +138,10 @@ class ShmGroup:
         check_sizes("all_gather", self.ranks, target, flat)
         call = self._call("all_gather", flat)
 
-        def finish(arrivals: Arrivals) -> None:
+        def finish(calls: PeerCalls) -> None:
             if flat.numel():
                 for place, part in zip(
-                    target.chunk(self.size), self._parts(flat, arrivals), strict=True
+                    target.chunk(self.size), self._parts(flat, calls), strict=True
                 ):
                     place.copy_(part)
 
@@ -145,9 +153,9 @@ class ShmGroup:
         check_sizes("reduce_scatter", self.ranks, flat, target)
         call = self._call("reduce_scatter", flat, op)
 
-        def finish(arrivals: Arrivals) -> None:
+        def finish(calls: PeerCalls) -> None:
             mine = flat.view(self.size, -1)[self.index]
-            combine_in_order(self._parts(mine, arrivals), target, op)
+            combine_in_order(self._parts(mine, calls), target, op)
 
         return self._start(call, flat, target, finish)
 
@@ -156,9 +164,9 @@ class ShmGroup:
         flat = flattened(tensor, _CARRIER)
         call = self._call("broadcast", flat, root=root)
 
-        def finish(arrivals: Arrivals) -> None:
+        def finish(calls: PeerCalls) -> None:
             if self.index != root and flat.numel():
-                flat.copy_(_tensor(arrivals[root], flat.dtype))
+                flat.copy_(_tensor(calls[root], flat.dtype))
 
         return self._start(call, flat, flat, finish)
 
@@ -170,9 +178,9 @@ class ShmGroup:
         flat = flattened(tensor, _CARRIER)
         call = self._call("reduce", flat, op, root)
 
-        def finish(arrivals: Arrivals) -> None:
+        def finish(calls: PeerCalls) -> None:
             if self.index == root:
-                combine_by_tree(self._parts(flat, arrivals), root, flat, op)
+                combine_by_tree(self._parts(flat, calls), root, flat, op)
 
         return self._start(call, flat, flat, finish)
 
@@ -199,14 +207,14 @@ class ShmGroup:
         return job
 
     def _call(self, kind: str, flat: Tensor, op: str = "", root: int = 0) -> Call:
-        """Check what was asked for and give it the next number."""
-        self._fate.check()
+        """Check the options and return the call with the next number."""
+        self._failure.check()
         check_options(kind, self.ranks, op, root, flat.dtype)
         return Call(self._eager.next_number, kind, op, flat.dtype, root, flat.numel())
 
     def _pieces(self, call: Call, source: Tensor) -> list[bytes]:
-        """Return what each member is sent."""
-        # One call instead of three of torch, each of which costs more than copying a little.
+        """Return the data for each member."""
+        # One call instead of three of torch, each of which costs more than a small copy.
         data = ctypes.string_at(source.data_ptr(), call.num_bytes)
         if call.kind == "reduce_scatter":
             step = len(data) // self.size
@@ -217,29 +225,29 @@ class ShmGroup:
             return [data if i == call.root else b"" for i in range(self.size)]
         return [data] * self.size
 
-    def _parts(self, mine: Tensor, arrivals: Arrivals) -> list[Tensor]:
+    def _parts(self, mine: Tensor, calls: PeerCalls) -> list[Tensor]:
         """Return the contributions of all members, in order of rank."""
         return [
-            mine if i == self.index else _tensor(arrivals[i], mine.dtype) for i in range(self.size)
+            mine if i == self.index else _tensor(calls[i], mine.dtype) for i in range(self.size)
         ]
 
 
-def _tensor(arrival: Arrival, dtype: torch.dtype) -> Tensor:
-    if not arrival.payload:
+def _tensor(peer_call: PeerCall, dtype: torch.dtype) -> Tensor:
+    if not peer_call.payload:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(arrival.payload), dtype=dtype)
+    return torch.frombuffer(bytearray(peer_call.payload), dtype=dtype)
 
 
 def _release(
     ranks: tuple[int, ...],
-    fate: Fate,
-    links: Links,
+    failure: GroupFailure,
+    links: GroupLinks,
     eager: EagerPath,
     progress: Progress,
-    carrier: Carrier,
+    bulk: BulkPath,
 ) -> None:
-    fate.end(CommError(f"the group of ranks {list(ranks)} is closed"))
-    links.say_goodbye()
+    failure.record(CommError(f"the group of ranks {list(ranks)} is closed"))
+    links.send_last(GOODBYE)
     progress.close()
-    carrier.close()
+    bulk.close()
     eager.close()

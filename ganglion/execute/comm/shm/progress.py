@@ -1,13 +1,13 @@
-"""Who works on the large collectives of a group: its progress thread, or whoever waits for one.
+"""Progress of the large collectives of a group: in its own thread, or in one that waits.
 
-Started collectives are carried in order, by one worker at a time: the holder of the turn.
+Started collectives are carried in order, by one thread at a time: the holder of the turn.
 
     start()   queues the job and wakes the thread
-    thread    takes the turn if nobody has it, and works until the queue is empty
-    wait()    takes the turn if nobody has it, and works until its own job is done: a caller that
-              waits at once needs no switch to the thread; else it sleeps until the thread is done
+    thread    takes the turn if it is free, and works until the queue is empty
+    wait()    takes the turn if it is free, and works until its own job is done: a caller that
+              waits at once needs no switch to the thread; else it sleeps until its job is done
 
-Whoever gives the turn back with jobs left wakes the thread.
+A holder that gives the turn back with jobs left wakes the thread.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from ganglion.errors import CommError
-from ganglion.execute.comm.calls import Call
-from ganglion.execute.comm.fate import Fate
+from ganglion.execute.comm.calls import Call, GroupFailure
 
 
 class Job:
-    """A started large collective: its call, its data, and the handle of whoever started it."""
+    """A started large collective: its call, its data and its handle."""
 
     def __init__(self, progress: Progress, call: Call, source: Tensor, target: Tensor) -> None:
         """Combine the members' `source` into `target`, both flat; wait through `progress`."""
@@ -39,13 +38,13 @@ class Job:
         self.taken_up_s: float | None = None
         self.finished_s: float | None = None
         self.error: CommError | None = None
-        self.shared: Tensor | None = None  # what a call of kind share found
+        self.shared: Tensor | None = None  # the result of a call of kind share
         self.done = False
         self._gate = threading.Lock()  # an Event would cost ten times as much to make
         self._gate.acquire()
 
     def is_done(self) -> bool:
-        """Say, without waiting, whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         return self.done
 
     def wait(self) -> None:
@@ -58,7 +57,7 @@ class Job:
             raise type(self.error)(str(self.error)) from self.error
 
     def finish(self) -> None:
-        """Let waiters go on."""
+        """Mark as done and wake the waiters."""
         self.done = True
         self._gate.release()
 
@@ -66,10 +65,10 @@ class Job:
 class Progress:
     """Carries jobs one after the other, on a thread that the first job starts."""
 
-    def __init__(self, carry: Callable[[Job], None], fate: Fate, name: str) -> None:
-        """Use `carry` for each job; a failure decides the `fate` of the group."""
+    def __init__(self, carry: Callable[[Job], None], failure: GroupFailure, name: str) -> None:
+        """Call `carry` for each job; an error fails the group through `failure`."""
         self._carry = carry
-        self._fate = fate
+        self._failure = failure
         self._name = name
         self._jobs: deque[Job] = deque()
         self._turn = threading.Lock()
@@ -85,7 +84,7 @@ class Progress:
         self._wakes.put(True)
 
     def close(self) -> None:
-        """End the thread; jobs that are left fail."""
+        """End the thread; unfinished jobs fail."""
         if self._thread is not None:
             self._wakes.put(False)
             self._thread.join()
@@ -96,7 +95,7 @@ class Progress:
             self.work(until=None)
 
     def work(self, until: Job | None) -> None:
-        """Carry jobs until `until` is done or none are left, unless somebody else is at it."""
+        """Carry jobs until `until` is done or none are left, unless the turn is taken."""
         if not self._turn.acquire(blocking=False):
             return
         try:
@@ -111,16 +110,16 @@ class Progress:
     def _run(self, job: Job) -> None:
         job.taken_up_s = time.perf_counter()
         try:
-            self._fate.check()
+            self._failure.check()
             # The caller may be in inference mode, which is a property of its thread.
             with torch.inference_mode():
                 self._carry(job)
             job.finished_s = time.perf_counter()
         except CommError as error:
-            job.error = self._fate.fail(error)
+            job.error = self._failure.fail(error)
         except BaseException as error:
-            # The members are out of step now, whatever it was.
-            job.error = self._fate.fail(CommError(f"{job.call} failed on one rank: {error!r}"))
+            # The members are out of step now, whatever the error.
+            job.error = self._failure.fail(CommError(f"{job.call} failed on one rank: {error!r}"))
             if not isinstance(error, Exception):
                 raise
         finally:

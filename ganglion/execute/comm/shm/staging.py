@@ -1,4 +1,4 @@
-"""Large collectives through small windows: slabs pass through shared memory that stays in cache.
+"""Large collectives slab by slab, through small shared memory that stays in cache.
 
 Every member owns a staging segment of two slots. A slab of a sum is cut into one slice for each
 member, which reduces it for all; for two members, slab after slab:
@@ -56,25 +56,24 @@ class Staging:
 
 
 class Program(Protocol):
-    """What one member does with each slab of a collective; `number` counts slabs of the group."""
+    """The steps of one member for each slab; `number` counts the slabs of the group."""
 
     num_slabs: int
 
     def deposit(self, slab: int, number: int) -> None:
-        """Put into this member's slot what others will read."""
+        """Fill this member's slot for the others to read."""
 
     def combine(self, slab: int, number: int) -> None:
         """Read the others' deposits."""
 
     def collect(self, slab: int, number: int) -> None:
-        """Read what others published in `combine`."""
+        """Read the results that others published in `combine`."""
 
 
 class SumSlabs:
     """All-reduce, and reduce to a root: every member combines one slice of each slab."""
 
     def __init__(self, job: Job, staging: Staging) -> None:
-        """Cut the job's tensor into slabs."""
         self._job = job
         self._staging = staging
         self._region = staging.region_elements(job.call.dtype)
@@ -92,7 +91,7 @@ class SumSlabs:
                 self._place(slot, member, piece).copy_(piece)
 
     def combine(self, slab: int, number: int) -> None:
-        """Reduce this member's slice and publish it in the region nobody deposits in."""
+        """Reduce this member's slice and publish it in the region without deposits."""
         index, call = self._staging.index, self._job.call
         slots = self._staging.slots(call.dtype, number)
         mine = self._slices[slab][index]
@@ -133,7 +132,6 @@ class ScatterSlabs:
     """Reduce-scatter: a slab holds an equal stretch of every member's part."""
 
     def __init__(self, job: Job, staging: Staging) -> None:
-        """Cut each part into stretches."""
         self._job = job
         self._staging = staging
         self._region = staging.region_elements(job.call.dtype)
@@ -163,17 +161,16 @@ class ScatterSlabs:
         combine(parts, out, call.op)
 
     def collect(self, slab: int, number: int) -> None:
-        """Nothing: results stay where they were reduced."""
+        """Do nothing: results stay where they were reduced."""
 
     def _stretch(self, part: Tensor, slab: int) -> Tensor:
         return part[slab * self._region : (slab + 1) * self._region]
 
 
 class CopySlabs:
-    """All-gather and broadcast: members copy what others deposited."""
+    """All-gather and broadcast: members copy the deposits of others."""
 
     def __init__(self, job: Job, staging: Staging) -> None:
-        """Cut what each sender sends into slabs."""
         call, size = job.call, staging.size
         gather = call.kind == "all_gather"
         self._job = job
@@ -203,14 +200,14 @@ class CopySlabs:
                 piece.copy_(self._piece(self._job.source, slab))
 
     def collect(self, slab: int, number: int) -> None:
-        """Nothing: the data are in place."""
+        """Do nothing: the data are in place."""
 
     def _piece(self, tensor: Tensor, slab: int) -> Tensor:
         return tensor[slab * self._slab : (slab + 1) * self._slab]
 
 
 def program_of(job: Job, staging: Staging) -> Program:
-    """Return how the slabs of `job` are worked on."""
+    """Return the program for the kind of `job`."""
     if job.call.kind in ("all_reduce", "reduce"):
         return SumSlabs(job, staging)
     return (ScatterSlabs if job.call.kind == "reduce_scatter" else CopySlabs)(job, staging)

@@ -1,4 +1,4 @@
-"""Messages between ranks of one host: Unix sockets wake, shared memory carries.
+"""Messages between ranks of one host: headers over Unix sockets, payloads in shared memory.
 
 The thread that receives polls its sockets itself. No other thread has to be woken, which on a
 shared core costs more than the message, and a killed peer shows at once as the end of its stream:
@@ -21,27 +21,27 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ganglion.errors import CommError, ProtocolError
-from ganglion.execute.comm.message import Arrival, Numbers, plain_copy, unsent_arrival
-from ganglion.execute.comm.shm.link import Broken, Link
-from ganglion.execute.comm.shm.memory import MakeSegment, Segment
-from ganglion.execute.comm.shm.unix_mesh import Exchange, connect_mesh
-from ganglion.execute.comm.transport import Transport, left, silence
+from ganglion.execute.comm.message import Arrival, Numbers, local_arrival, plain_copy
+from ganglion.execute.comm.shm.memory import MakeSegment, SlotSegment
+from ganglion.execute.comm.shm.message_link import Broken, MessageLink
+from ganglion.execute.comm.shm.unix_mesh import GatherTexts, connect_mesh
+from ganglion.execute.comm.transport import Transport, departure_error, timeout_error
 from ganglion.trace import Recorder
 
 INLINE_BYTES = 16 << 10
-_PARTING_S = 1.0
+_CLOSE_S = 1.0
 _LINGER_S = 100e-6
 
 
 def open_shm_transport(
     rank: int,
     ranks: Sequence[int],
-    exchange: Exchange,
+    gather_texts: GatherTexts,
     timeout_s: float,
     trace: Recorder | None = None,
 ) -> ShmTransport:
-    """Meet the other members of `ranks`, all of this host; return the transport between them."""
-    return ShmTransport(rank, connect_mesh(rank, ranks, exchange, timeout_s), trace)
+    """Connect to the other members of `ranks`, all on this host; return the transport."""
+    return ShmTransport(rank, connect_mesh(rank, ranks, gather_texts, timeout_s), trace)
 
 
 class ShmTransport(Transport):
@@ -54,21 +54,21 @@ class ShmTransport(Transport):
         trace: Recorder | None = None,
         *,
         inline_bytes: int = INLINE_BYTES,
-        make_segment: MakeSegment = Segment,
+        make_segment: MakeSegment = SlotSegment,
     ) -> None:
-        """Take over one connected socket for each peer.
+        """Own one connected socket for each peer.
 
         Payloads of up to `inline_bytes` go through the socket, larger ones through memory that
         `make_segment` makes.
         """
         super().__init__(rank, connections, trace)
         self._arrivals: deque[Arrival] = deque()
-        self._links: dict[int, Link] = {}
-        self._by_descriptor: dict[int, Link] = {}
+        self._links: dict[int, MessageLink] = {}
+        self._by_descriptor: dict[int, MessageLink] = {}
         self._backlog: set[int] = set()
         self._poll = select.poll()
         for peer, connection in connections.items():
-            link = Link(rank, peer, connection, self._arrivals, inline_bytes, make_segment)
+            link = MessageLink(rank, peer, connection, self._arrivals, inline_bytes, make_segment)
             self._links[peer] = self._by_descriptor[link.descriptor] = link
             self._poll.register(link.descriptor, select.POLLIN)
 
@@ -95,16 +95,16 @@ class ShmTransport(Transport):
         while self._backlog:
             remaining_s = end_s - time.monotonic()
             if remaining_s <= 0:
-                raise silence(self.rank, self._backlog, timeout_s, "room for what it posted")
+                raise timeout_error(self.rank, self._backlog, timeout_s, "room for what it posted")
             self._pump(remaining_s)
         self._raise_if_broken("handed messages over")
 
     def close(self) -> None:
-        """Say goodbye and release everything; see Transport."""
-        end_s = time.monotonic() + _PARTING_S
+        """Send a goodbye and release everything; see Transport."""
+        end_s = time.monotonic() + _CLOSE_S
         for link in tuple(self._links.values()):
             try:
-                link.say_bye()
+                link.send_bye()
             except Broken:
                 self._drop(link)
             else:
@@ -127,11 +127,11 @@ class ShmTransport(Transport):
             self._watch(link)
 
     def _carry_without_link(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
-        """Deliver to oneself; any other rank without a link is an error."""
+        """Deliver to this rank itself; any other rank without a link is an error."""
         if target != self.rank:
             raise self._unsent(target, kind)
-        arrival = unsent_arrival(self.rank, kind, plain_copy(tensor), numbers)
-        self._arrivals.append(self._noted(arrival))
+        arrival = local_arrival(self.rank, kind, plain_copy(tensor), numbers)
+        self._arrivals.append(self._recorded(arrival))
 
     def _wait(self, timeout_s: float, awaiting: str) -> None:
         """Return when there is an arrival."""
@@ -141,51 +141,48 @@ class ShmTransport(Transport):
         while not self._arrivals:
             self._raise_if_broken(f"awaited {awaiting}")
             if not self._links:
-                raise left(self.rank, self._departed, f"awaited {awaiting}")
+                raise departure_error(self.rank, self._departed, f"awaited {awaiting}")
             if not self._pump(end_s - time.monotonic()) and time.monotonic() >= end_s:
-                raise silence(self.rank, self._links, timeout_s, awaiting)
+                raise timeout_error(self.rank, self._links, timeout_s, awaiting)
 
     def _linger(self, end_s: float) -> list[tuple[int, int]]:
-        """Look for events for a moment before going to sleep: an idle core is slow to wake.
-
-        This is no busy loop: it is short, and gives way to anybody who wants the core.
-        """
+        """Poll for a moment before sleeping, yielding the core: an idle core is slow to wake."""
         end_s = min(end_s, time.monotonic() + _LINGER_S)
         while not (ready := self._poll.poll(0)) and time.monotonic() < end_s:
             os.sched_yield()
         return ready
 
     def _pump(self, timeout_s: float) -> bool:
-        """Let all sockets make progress once; return whether there was any within the time."""
+        """Write and read once on all ready sockets; return whether any was ready in time."""
         ready = self._poll.poll(max(0.0, timeout_s) * 1000)
         if ready:
             self._serve(ready)
         return bool(ready)
 
     def _serve(self, ready: list[tuple[int, int]]) -> None:
-        """Write and read where the sockets are ready for it."""
+        """Write and read on the ready sockets."""
         start_s = 0.0 if self._trace is None else self._trace.clock()
         num_known = len(self._arrivals)
         for descriptor, events in ready:
             link = self._by_descriptor[descriptor]
             try:
                 if events & select.POLLOUT:
-                    link.write_on()
+                    link.write_backlog()
                     self._watch(link)
                 if events & ~select.POLLOUT:
                     link.read()
                 if link.departed:
-                    self._see_off(link)
+                    self._part_from(link)
             except Broken as error:
                 self._break(link, str(error))
             except CommError as error:
                 self._break(link, error)
         if self._trace is not None:
             for arrival in itertools.islice(self._arrivals, num_known, None):
-                self._noted(arrival, start_s)
+                self._recorded(arrival, start_s)
 
-    def _watch(self, link: Link) -> None:
-        """Be woken when the socket takes more, if and only if something waits for that."""
+    def _watch(self, link: MessageLink) -> None:
+        """Poll for writing exactly while the link has a backlog."""
         if link.backlogged and link.peer not in self._backlog:
             self._backlog.add(link.peer)
             self._poll.modify(link.descriptor, select.POLLIN | select.POLLOUT)
@@ -198,14 +195,14 @@ class ShmTransport(Transport):
         if target in self._broken:
             return self._loss(target, doing)
         if target in self._departed:
-            return left(self.rank, [target], doing)
+            return departure_error(self.rank, [target], doing)
         return ProtocolError(
             f"rank {self.rank} has no connection to rank {target}, only to {list(self.peers)}: "
             f"open the transport with all ranks that talk, and post before closing it"
         )
 
-    def _break(self, link: Link, reason: str | CommError) -> None:
-        """Give a connection up, after reading what had come before it broke."""
+    def _break(self, link: MessageLink, reason: str | CommError) -> None:
+        """Drop a broken connection, after reading what arrived before it broke."""
         if isinstance(reason, str):
             try:
                 while not link.departed and link.read():
@@ -215,19 +212,19 @@ class ShmTransport(Transport):
             except CommError as error:
                 reason = error
         if link.departed:
-            self._see_off(link)
+            self._part_from(link)
         else:
             self._broken[link.peer] = reason
             self._drop(link)
 
-    def _see_off(self, link: Link) -> None:
-        """Let go of a peer that closed in good order."""
+    def _part_from(self, link: MessageLink) -> None:
+        """Drop the connection to a peer that closed in good order."""
         if link.backlogged:
             self._broken[link.peer] = "it closed before it took all messages"
         self._departed.add(link.peer)
         self._drop(link)
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: MessageLink) -> None:
         self._poll.unregister(link.descriptor)
         self._backlog.discard(link.peer)
         del self._by_descriptor[link.descriptor], self._links[link.peer]

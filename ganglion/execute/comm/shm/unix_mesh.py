@@ -1,13 +1,12 @@
-"""How ranks of one host meet: a Unix stream socket between every two of them.
+"""Connecting the ranks of one host: a Unix stream socket between every two of them.
 
 Every rank listens at an abstract address (it has no file, so a killed rank leaves nothing behind),
-tells the others address and token through `exchange`, connects to all lower ranks and accepts all
-higher ones:
+gives address and token to the others, connects to all lower ranks and accepts all higher ones:
 
     rank 2 --connect, greet--> rank 1 --connect, greet--> rank 0
         `------------------connect, greet-----------------^
 
-A caller that runs as another user, or does not know the token, is hung up on.
+Connections of another user, or without the token, are closed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from ganglion.errors import PeerLost
 
-Exchange = Callable[[str], Sequence[str]]
+GatherTexts = Callable[[str], Sequence[str]]
 
 _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"<I{_TOKEN_BYTES}s")
@@ -30,52 +29,52 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def connect_mesh(
-    rank: int, ranks: Sequence[int], exchange: Exchange, timeout_s: float
+    rank: int, ranks: Sequence[int], gather_texts: GatherTexts, timeout_s: float
 ) -> dict[int, socket.socket]:
     """Return a connected, blocking socket for each other member of `ranks`, all on this host.
 
-    Every member calls this at the same time; `exchange(text)` returns the texts of all members, in
-    any order, and is called once. Raises PeerLost that names the ranks that did not come.
+    Every member calls this at the same time; `gather_texts(text)` returns the texts of all members,
+    in any order, and is called once. Raise PeerLost that names the ranks that did not connect.
     """
     end_s = time.monotonic() + timeout_s
     token = secrets.token_bytes(_TOKEN_BYTES)
-    meeting = _Meeting(rank, token)
+    builder = _MeshBuilder(rank, token)
     address = f"ganglion-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind("\0" + address)
         listener.listen(len(ranks))
         try:
-            texts = exchange(f"{rank} {address} {token.hex()}")
-            meeting.connect(texts, ranks, end_s)
-            meeting.accept(listener, {other for other in ranks if other > rank}, end_s, timeout_s)
+            texts = gather_texts(f"{rank} {address} {token.hex()}")
+            builder.connect(texts, ranks, end_s)
+            builder.accept(listener, {other for other in ranks if other > rank}, end_s, timeout_s)
         except BaseException:
-            meeting.hang_up()
+            _close_all(builder.connected)
             raise
         finally:
-            meeting.dismiss()
-    return meeting.connected
+            _close_all(builder.unidentified)
+    return builder.connected
 
 
-class _Meeting:
+class _MeshBuilder:
     """The sockets of one rank while the mesh is being made."""
 
     def __init__(self, rank: int, token: bytes) -> None:
         self._rank = rank
         self._token = token
-        self._callers: dict[int, socket.socket] = {}
-        self.connected: dict[int, socket.socket] = {}
+        self.unidentified: dict[int, socket.socket] = {}  # by descriptor
+        self.connected: dict[int, socket.socket] = {}  # by rank
 
     def connect(self, texts: Sequence[str], ranks: Sequence[int], end_s: float) -> None:
         for text in texts:
             other, address, token = text.split()
             if int(other) in ranks and int(other) < self._rank:
                 greeting = _GREETING.pack(self._rank, bytes.fromhex(token))
-                self.connected[int(other)] = _call(int(other), address, greeting, end_s)
+                self.connected[int(other)] = _connect(int(other), address, greeting, end_s)
 
     def accept(
         self, listener: socket.socket, absent: set[int], end_s: float, timeout_s: float
     ) -> None:
-        """Take callers until all of `absent` have greeted; a silent caller delays nobody."""
+        """Accept connections until all of `absent` have greeted; a silent one delays no other."""
         poll = select.poll()
         poll.register(listener, select.POLLIN)
         while absent:
@@ -88,15 +87,15 @@ class _Meeting:
             for descriptor, _ in ready:
                 if descriptor == listener.fileno():
                     caller, _ = listener.accept()
-                    self._callers[caller.fileno()] = caller
+                    self.unidentified[caller.fileno()] = caller
                     poll.register(caller, select.POLLIN)
                 else:
                     poll.unregister(descriptor)
-                    absent.discard(self._admit(self._callers.pop(descriptor), absent))
+                    absent.discard(self._admit(self.unidentified.pop(descriptor), absent))
 
     def _admit(self, caller: socket.socket, absent: set[int]) -> int:
-        """Return the rank that greeted; hang up on a stranger and return -1."""
-        # A greeting is one small write, so a readable caller has sent all of it.
+        """Return the rank that greeted; close a connection without a valid greeting, return -1."""
+        # A greeting is one small write, so a readable connection has all of it.
         greeting = caller.recv(_GREETING.size, socket.MSG_DONTWAIT)
         if len(greeting) == _GREETING.size and _same_user(caller):
             other, token = _GREETING.unpack(greeting)
@@ -106,17 +105,8 @@ class _Meeting:
         caller.close()
         return -1
 
-    def dismiss(self) -> None:
-        """Hang up on callers that never greeted."""
-        for caller in self._callers.values():
-            caller.close()
 
-    def hang_up(self) -> None:
-        for connection in self.connected.values():
-            connection.close()
-
-
-def _call(other: int, address: str, greeting: bytes, end_s: float) -> socket.socket:
+def _connect(other: int, address: str, greeting: bytes, end_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(max(0.001, end_s - time.monotonic()))
@@ -138,3 +128,8 @@ def _same_user(connection: socket.socket) -> bool:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.getuid())
+
+
+def _close_all(sockets: dict[int, socket.socket]) -> None:
+    for connection in sockets.values():
+        connection.close()

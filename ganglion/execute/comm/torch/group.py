@@ -1,40 +1,40 @@
-"""Groups carried by torch.distributed: Gloo on CPUs, NCCL on GPUs."""
+"""Groups over torch.distributed: Gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ganglion.errors import CommError, PeerLost, ProtocolError
+from ganglion.errors import PeerLost, ProtocolError
 from ganglion.execute.comm.background import Background
-from ganglion.execute.comm.collectives import MAX, SUM, Done, Handle
-from ganglion.execute.comm.reduce_order import join, tree_pairs, widened
+from ganglion.execute.comm.collectives import MAX, SUM, BaseGroup, DoneHandle, Handle
+from ganglion.execute.comm.reduce_order import combine_two, tree_pairs, widened
 
 _OPS = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-
-# What Gloo, NCCL and their stores say when a peer is gone; anything else is about the call.
+# Parts of the messages of Gloo, NCCL and their stores for a lost peer; others are about the call.
 _SIGNS_OF_LOSS = ("connect", "closed", "timed out", "timeout", "reset by peer", "broken pipe")
 _SIGNS_OF_MISUSE = ("scalar type", "data type", "dtype")
 
-
-# Tags of the messages of a tree, far from those of anybody else; several may be under way.
+# Tags of the messages of a tree, far from all other tags; several reductions may be under way.
 _TREE_TAG = 7_000_000
 _NUM_TREE_TAGS = 1 << 16
-_NEVER_TAG = _TREE_TAG + _NUM_TREE_TAGS  # nobody sends with it
+_NEVER_TAG = _TREE_TAG + _NUM_TREE_TAGS  # never sent
 
 
 class TorchHandle:
-    """A started torch.distributed work whose failure names what was awaited, and from whom."""
+    """A started work of torch.distributed; its errors name the collective and the ranks."""
 
     def __init__(
         self,
@@ -55,20 +55,22 @@ class TorchHandle:
         self._stamps: list[float] = []
         self._was_awaited = False
         if tensor is not None and tensor.device.type == "cpu":
-            _stamp_end(work, self._stamps)
+            with suppress(RuntimeError):  # Gloo's reduce_scatter has no future
+                stamps = self._stamps
+                work.get_future().add_done_callback(lambda _: stamps.append(time.perf_counter()))
 
     @property
     def finished_s(self) -> float | None:
-        """When the work was done; None on GPUs, whose futures are ready before their kernels."""
+        """When the work was done, or None on GPUs, whose futures are ready before their kernels."""
         return self._stamps[0] if self._stamps else None
 
     def is_done(self) -> bool:
-        """Say, without waiting, whether `wait` would return or raise at once."""
-        # Gloo's reduce_scatter shows no end, neither in a future nor as completed.
+        """Return whether `wait` would return or raise at once."""
+        # Gloo's reduce_scatter shows its end neither in a future nor as completed.
         return self._was_awaited or bool(self._stamps) or bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Block until done; a lost peer becomes PeerLost, a refused dtype ProtocolError."""
+        """Return when done; raise PeerLost for a lost peer, ProtocolError for a refused dtype."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -81,33 +83,15 @@ class TorchHandle:
             self._was_awaited = True
 
 
-def _stamp_end(work: dist.Work, stamps: list[float]) -> None:
-    try:
-        future = work.get_future()
-    except RuntimeError:  # Gloo's reduce_scatter has none
-        return
-    future.add_done_callback(lambda _: stamps.append(time.perf_counter()))
-
-
-class TorchGroup:
+class TorchGroup(BaseGroup):
     """Collectives of one process group of torch.distributed."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
         """Wrap `group`, whose members are `ranks`, for the member `rank`."""
-        self.ranks = ranks
-        self.index = ranks.index(rank)
-        self.size = len(ranks)
+        super().__init__(ranks, rank)
         self.process_group = group
         self._background = Background(f"reductions of rank {rank}")
         self._num_reduced = 0
-
-    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return an ordinary tensor."""
-        return torch.empty(num_elements, dtype=dtype)
-
-    def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return None: members may be on different hosts."""
-        return None
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members, in place."""
@@ -146,7 +130,7 @@ class TorchGroup:
     def reduce(self, tensor: Tensor, root: int = 0, op: str = SUM) -> Handle:
         """Combine `tensor` over all members into that of the member at position `root`.
 
-        On CPUs along a binomial tree of our own, for Gloo's order is a ring's; on GPUs NCCL's.
+        On CPUs by our own binomial tree, because Gloo reduces along a ring; on GPUs by NCCL.
         """
         if tensor.device.type != "cpu":
             return self._start(
@@ -167,7 +151,7 @@ class TorchGroup:
             for into, source in tree_pairs(self.size, root):
                 if self.index == into:
                     dist.recv(other, group_src=source, group=self.process_group, tag=tag)
-                    held = join(held, other, op)
+                    held = combine_two(held, other, op)
                 elif self.index == source:
                     dist.send(held, group_dst=into, group=self.process_group, tag=tag)
         except RuntimeError as error:
@@ -192,16 +176,19 @@ class TorchGroup:
         try:
             work = call()
         except (RuntimeError, ValueError, TypeError) as error:
-            raise _not_started(what, self.ranks, tensor, error) from error
+            text = str(error).lower()
+            if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOSS):
+                raise _peer_lost(what, self.ranks, error) from error
+            raise _refused(what, self.ranks, tensor, error) from error
         if work is None:
-            return Done()
-        return TorchHandle(work, what, self.ranks, tensor, self._hang_up)
+            return DoneHandle()
+        return TorchHandle(work, what, self.ranks, tensor, self._disconnect)
 
-    def _hang_up(self) -> None:
-        """Break with all members: one may wait for what this one will never send.
+    def _disconnect(self) -> None:
+        """Disconnect from all members, which may wait for what this one will never send.
 
-        Gloo breaks only with whom it lost, and keeps the others' connections until the group is
-        freed. It closes a connection on which a message does not come in time.
+        Gloo disconnects only from a lost peer, and keeps other connections until the group is
+        freed. It closes a connection on which a message does not arrive in time.
         """
         if dist.get_backend(self.process_group) != "gloo":
             return
@@ -214,35 +201,40 @@ class TorchGroup:
 
 
 class WorldGroup(TorchGroup):
-    """The group of all ranks, which torch.distributed has from the start and keeps to the end."""
+    """The default process group of torch.distributed, of all ranks."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
-        """Wrap the default process group."""
         world = dist.group.WORLD
-        assert world is not None, "ranks meet before they talk"
+        assert world is not None, "torch.distributed must be initialized first"
         super().__init__(ranks, rank, world)
 
     def close(self) -> None:
-        """Leave the default group alone: others may hold it too."""
+        """Keep the default process group, which others may hold too."""
         self._background.close()
 
 
+def init_process_group(rank: int, num_ranks: int, timeout_s: float, **address: Any) -> None:
+    """Open the default process group at `address`, an init_method or a store; close it at exit."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timeout, **address)
+    # Only at exit: a second init at the same store would wait for ever. A group that a user's
+    # script made is the user's to destroy.
+    atexit.register(_destroy_process_group)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def new_group(ranks: tuple[int, ...], rank: int, timeout_s: float) -> TorchGroup | None:
-    """Create one process group; all ranks of the world must call this, members get the group."""
+    """Make one process group; all ranks of the world must call this, only members get it."""
     try:
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # the store's errors, dist.DistError, are such too
+    except RuntimeError as error:  # also dist.DistError, the store's error
         raise _peer_lost("new_group", ranks, error) from error
     return TorchGroup(ranks, rank, group) if rank in ranks else None
-
-
-def _not_started(
-    what: str, ranks: tuple[int, ...], tensor: Tensor | None, error: Exception
-) -> CommError:
-    text = str(error).lower()
-    if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOSS):
-        return _peer_lost(what, ranks, error)
-    return _refused(what, ranks, tensor, error)
 
 
 def _refused(

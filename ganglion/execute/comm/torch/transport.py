@@ -1,14 +1,14 @@
 """Messages over torch.distributed: Gloo between hosts, NCCL between GPUs.
 
-torch's requests cannot be polled: a Gloo receive never shows as complete before it is waited for,
-a wait that times out closes the connection, and a dropped send loses its message. So threads wait,
-without the GIL, and everything they learn, their own failure too, goes into one queue:
+torch's requests cannot be polled: a Gloo receive never shows as complete before a wait, a wait that
+times out closes the connection, and a dropped send loses its message. So threads wait, without the
+GIL, and put arrivals and failures into one queue:
 
     post    -> isend header, isend payload -> [thread: waits for both, then frees them]
     receive <- queue <- [thread, one for each peer: header, payload, header, payload ...]
 
 Each direction of a pair has a process group of its own, so that no message waits for one that goes
-the other way. Headers go over the host's backend, payloads over that of the device they are on.
+the other way. Headers go over the backend of the CPU, payloads over that of their device.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from ganglion.execute.comm.message import (
     Arrival,
     Forms,
     Numbers,
+    local_arrival,
     make_header,
     plain_copy,
-    unsent_arrival,
 )
 from ganglion.execute.comm.torch.group import new_group
-from ganglion.execute.comm.transport import Transport, death, left, silence
+from ganglion.execute.comm.transport import Transport, death_error, departure_error, timeout_error
 from ganglion.trace import Recorder
 
 _RECORD = struct.Struct("<Qqqqqq")  # bytes of the form, 0 for a goodbye; numbers of the message
 _RECORD_BYTES = _RECORD.size + MAX_FORM_BYTES
-_FOREVER = timedelta(days=365)  # silence is judged where somebody waits for a message
-_PARTING_S = 2.0
+_FOREVER = timedelta(days=365)  # `receive` has the deadline
+_CLOSE_S = 2.0
 
 
 class _Lost(NamedTuple):
@@ -57,7 +57,7 @@ class _Departed(NamedTuple):
     source: int
 
 
-Inbox = queue.SimpleQueue[Arrival | _Lost | _Departed]
+ReceiveQueue = queue.SimpleQueue[Arrival | _Lost | _Departed]
 
 
 class TorchTransport(Transport):
@@ -70,13 +70,13 @@ class TorchTransport(Transport):
         timeout_s: float,
         trace: Recorder | None = None,
     ) -> None:
-        """Connect the ranks of each pair; every rank of the world must call this with the same.
+        """Connect the ranks of each pair within `timeout_s`.
 
-        `timeout_s` is how long connecting may take.
+        Every rank of the world must call this with the same pairs.
         """
         known = {(min(pair), max(pair)) for pair in pairs}
         super().__init__(rank, {r for pair in known if rank in pair for r in pair} - {rank}, trace)
-        self._inbox: Inbox = queue.SimpleQueue()
+        self._inbox: ReceiveQueue = queue.SimpleQueue()
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
         for low, high in sorted(known):
@@ -95,10 +95,10 @@ class TorchTransport(Transport):
         while (arrival := self._next(end_s)) is None:
             self._raise_if_broken(f"awaited {awaiting}")
             if self.peers and len(self._departed) == len(self.peers):
-                raise left(self.rank, self._departed, f"awaited {awaiting}")
+                raise departure_error(self.rank, self._departed, f"awaited {awaiting}")
             if time.monotonic() >= end_s:
                 silent = set(self.peers) - self._departed
-                raise silence(self.rank, silent, timeout_s, awaiting)
+                raise timeout_error(self.rank, silent, timeout_s, awaiting)
         return arrival
 
     def poll(self, timeout_s: float = 0.0) -> Arrival | None:
@@ -116,16 +116,16 @@ class TorchTransport(Transport):
         end_s = time.monotonic() + timeout_s
         for target, sender in self._senders.items():
             if not sender.flush(end_s - time.monotonic()):
-                raise silence(self.rank, [target], timeout_s, "room for what it posted")
+                raise timeout_error(self.rank, [target], timeout_s, "room for what it posted")
 
     def close(self) -> None:
-        """Say goodbye, end the threads and destroy the groups; see Transport."""
+        """Send a goodbye, end the threads and destroy the groups; see Transport."""
         for sender in self._senders.values():
-            sender.say_bye()
-        end_s = time.monotonic() + _PARTING_S
+            sender.send_bye()
+        end_s = time.monotonic() + _CLOSE_S
         parts: list[_Receiver | _Sender] = [*self._receivers.values(), *self._senders.values()]
         for part in parts:
-            part.join(max(0.0, end_s - time.monotonic()))
+            part.thread.join(max(0.0, end_s - time.monotonic()))
             dist.destroy_process_group(part.group)
         self._senders.clear()
         self._receivers.clear()
@@ -133,7 +133,7 @@ class TorchTransport(Transport):
     def _carry(self, target: int, kind: str, tensor: Tensor, numbers: Numbers) -> None:
         if target == self.rank:
             copy = plain_copy(tensor, tensor.device)
-            self._inbox.put(unsent_arrival(self.rank, kind, copy, numbers))
+            self._inbox.put(local_arrival(self.rank, kind, copy, numbers))
         elif target in self._senders:
             self._senders[target].post(kind, tensor, numbers)
         else:
@@ -143,24 +143,21 @@ class TorchTransport(Transport):
             )
 
     def _next(self, end_s: float) -> Arrival | None:
-        """Take one entry of the queue; wait for it only if nothing is known to be broken."""
+        """Take one entry of the queue, without waiting after a loss; return it if an arrival."""
         wait_s = 0.0 if self._broken else max(0.0, end_s - time.monotonic())
         try:
             entry = self._inbox.get(timeout=wait_s)
         except queue.Empty:
             return None
         if isinstance(entry, Arrival):
-            return self._taken(entry)
+            tensor = entry.tensor
+            if tensor.is_cuda:  # the allocator must know the stream that uses it from here on
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            return self._recorded(entry)
         self._departed.add(entry.source)
         if isinstance(entry, _Lost):
             self._broken[entry.source] = entry.reason
         return None
-
-    def _taken(self, arrival: Arrival) -> Arrival:
-        tensor = arrival.tensor
-        if tensor.is_cuda:  # the allocator must know who uses it from here on
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return self._noted(arrival)
 
 
 class _Sender:
@@ -177,8 +174,8 @@ class _Sender:
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._wait_for_all, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._wait_for_all, daemon=True)
+        self.thread.start()
 
     def post(self, kind: str, tensor: Tensor, numbers: Numbers) -> None:
         device = HOST_MEMORY if tensor.is_cpu else DEVICE_MEMORY
@@ -186,26 +183,26 @@ class _Sender:
         with self._changed:
             doing = f"sent a message of kind {kind!r}"
             if self._failure is not None:
-                raise death(self._rank, self._target, self._failure, doing)
+                raise death_error(self._rank, self._target, self._failure, doing)
             if self._is_closed:
-                raise left(self._rank, [self._target], doing)
+                raise departure_error(self._rank, [self._target], doing)
             try:
                 self._start(form, tensor, numbers)
             except RuntimeError as error:
-                raise death(self._rank, self._target, str(error), doing) from error
+                raise death_error(self._rank, self._target, str(error), doing) from error
 
-    def say_bye(self) -> None:
-        """Tell the peer that nothing comes after this; once is enough."""
+    def send_bye(self) -> None:
+        """Send a goodbye, unless that was done before."""
         with self._changed:
             if not self._is_closed and self._failure is None:
-                with contextlib.suppress(RuntimeError):  # it is gone: nobody to tell
+                with contextlib.suppress(RuntimeError):  # the peer is gone
                     self._start(b"", None, (-1, -1, -1, -1, -1))
             if not self._is_closed:
                 self._handles.put(None)
             self._is_closed = True
 
-    def break_off(self, failure: str) -> None:
-        """Send nothing more, not even a goodbye: the peer's other connection has broken."""
+    def fail(self, failure: str) -> None:
+        """Send nothing more, not even a goodbye: the other direction has broken."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
@@ -217,11 +214,8 @@ class _Sender:
                 lambda: self._num_unsent == 0 or self._failure is not None, max(0.0, timeout_s)
             )
             if self._failure is not None:
-                raise death(self._rank, self._target, self._failure, "handed messages over")
+                raise death_error(self._rank, self._target, self._failure, "handed messages over")
             return done
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
 
     def _start(self, form: bytes, tensor: Tensor | None, numbers: Numbers) -> None:
         packed = bytearray(_RECORD_BYTES)
@@ -256,21 +250,18 @@ class _Sender:
 
 
 class _Receiver:
-    """A thread that takes everything one peer sends and puts it into the queue."""
+    """A thread that puts everything one peer sends into the queue."""
 
-    def __init__(self, source: int, group: dist.ProcessGroup, inbox: Inbox) -> None:
+    def __init__(self, source: int, group: dist.ProcessGroup, inbox: ReceiveQueue) -> None:
         self.group = group
         self._source = source
         self._inbox = inbox
         self._forms = Forms()
 
     def start(self, back: _Sender) -> None:
-        """Begin; a goodbye is answered over `back`, so that the peer's thread can end too."""
-        self._thread = threading.Thread(target=self._run, args=(back,), daemon=True)
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+        """Start the thread; it answers a goodbye over `back`, which ends the peer's thread too."""
+        self.thread = threading.Thread(target=self._run, args=(back,), daemon=True)
+        self.thread.start()
 
     def _run(self, back: _Sender) -> None:
         try:
@@ -279,14 +270,14 @@ class _Receiver:
         except CommError as error:
             self._inbox.put(_Lost(self._source, error))
         except RuntimeError as error:
-            back.break_off(str(error))
+            back.fail(str(error))
             self._inbox.put(_Lost(self._source, str(error)))
         else:
-            back.say_bye()
+            back.send_bye()
             self._inbox.put(_Departed(self._source))
 
     def _receive(self) -> Arrival | None:
-        """Take one message; None is a goodbye."""
+        """Return the next message, or None for a goodbye."""
         packed = torch.empty(_RECORD_BYTES, dtype=torch.uint8)
         self._fill(packed)
         data = packed.numpy().tobytes()
@@ -308,18 +299,18 @@ class _Receiver:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, whatever its dtype, as torch can send it."""
+    """Return the memory of a contiguous tensor of any dtype as bytes."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.reshape(-1).view(torch.uint8)
 
 
 def _finish(work: dist.Work, data: Tensor) -> None:
-    """Block this thread alone, without the GIL, until the data have been moved."""
+    """Block this thread, without the GIL, until the data have been moved."""
     if not data.is_cuda:
         work.wait(_FOREVER)
         return
-    # NCCL's wait only orders streams. A stream of this thread's own and an event tell when the
-    # data are there, without a halt of the whole device.
+    # NCCL's wait only orders streams. An event on a stream of this thread shows when the data are
+    # there, without a halt of the whole device.
     with torch.cuda.stream(torch.cuda.Stream(data.device)):  # type: ignore[no-untyped-call]
         work.wait()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ from ganglion.decide.schedules.pipeline import (
     RankSchedule,
 )
 from ganglion.errors import CommError, PeerLost, ProtocolError
-from ganglion.execute.comm import Arrival, Transport, silence
+from ganglion.execute.comm import Arrival, Transport, timeout_error
 from ganglion.execute.pipeline.engine.action_errors import naming_action, note_action
 from ganglion.execute.pipeline.engine.agreement import ORDER_KIND, Agreement
 from ganglion.execute.pipeline.engine.alarm import ERROR_KIND, LISTEN_S, Alarm, leave, told_error
@@ -382,7 +382,7 @@ class Engine:
     def _lost(self, awaiting: str) -> PeerLost:
         rank = self._rank_at(self._schedule.stage_map.stages_of(self._schedule.rank)[0])
         others = () if self._transport is None else self._transport.peers
-        return silence(rank, others, self._timeout_s, awaiting)
+        return timeout_error(rank, others, self._timeout_s, awaiting)
 
     def _end_reductions(self) -> None:
         for action in list(self._reducing):

@@ -1,12 +1,12 @@
 """One connection to a rank of the same host: frames on a Unix stream socket, payloads beside it.
 
-    MESSAGE  header, payload            a small payload, or any where shared memory cannot be had
-    SLOT     header                     the payload lies in a slot of a segment
-    SEGMENT  (a descriptor comes along) a new segment, before the first SLOT that uses it
-    RETIRE                              the sender will not use a segment again
-    BYE                                 nothing comes after this, and the end is in good order
+    MESSAGE  header, payload      a small payload, or any payload without shared memory
+    SLOT     header               the payload lies in a slot of a segment
+    SEGMENT  (with a descriptor)  a new segment, before the first SLOT that uses it
+    RETIRE                        the sender will not use a segment again
+    BYE                           the last frame: the sender closed in good order
 
-Writing never waits: what the socket does not take is kept and written later, in order.
+Writing never waits: bytes that the socket does not take are kept and written later, in order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ganglion.execute.comm.message import (
     make_header,
     plain_copy,
 )
-from ganglion.execute.comm.shm.memory import MakeSegment, Pool, Segment, Window
+from ganglion.execute.comm.shm.memory import MakeSegment, Pool, SlotSegment, Window
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,11 @@ Buffer = bytes | memoryview | ctypes.Array[ctypes.c_char]
 
 
 class Broken(Exception):
-    """The peer's end is gone; the text says how that showed."""
+    """The connection broke; the text is the reason."""
 
 
-class Link:
-    """Both directions of one connection; messages that came in are appended to `arrivals`."""
+class MessageLink:
+    """Both directions of one connection; received messages are appended to `arrivals`."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Link:
 
     @property
     def backlogged(self) -> bool:
-        """Whether something waits for the socket to take it."""
+        """Whether there are bytes that the socket has not taken yet."""
         return bool(self._outbox)
 
     def send(self, kind: str, tensor: Tensor, num_bytes: int, numbers: Numbers) -> None:
-        """Copy the tensor and announce it; raises Broken if the peer is gone."""
+        """Send a copy of the tensor; raise Broken if the peer is gone."""
         form = self._forms.pack(kind, tensor.shape, tensor.dtype)
         if num_bytes > self._inline_bytes and self._send_slot(form, tensor, num_bytes, numbers):
             return
@@ -108,12 +108,12 @@ class Link:
         payload = (ctypes.c_char * num_bytes).from_address(source.data_ptr())
         self._write([frame, payload])
 
-    def say_bye(self) -> None:
-        """Tell the peer that nothing comes after this."""
+    def send_bye(self) -> None:
+        """Send the last frame."""
         self._write([_control(BYE)])
 
-    def write_on(self) -> None:
-        """Write what had to wait, as far as the socket takes it."""
+    def write_backlog(self) -> None:
+        """Write the backlog, as far as the socket takes it."""
         while self._outbox:
             data, descriptor = self._outbox[0]
             num_sent = self._send_now([data], descriptor)
@@ -123,9 +123,9 @@ class Link:
             self._outbox.popleft()
 
     def read(self) -> bool:
-        """Read once and deliver what is complete; return whether there was anything.
+        """Read once and deliver complete messages; return whether there was anything to read.
 
-        Raises Broken at the end of the stream, ProtocolError for garbage.
+        Raise Broken at the end of the stream, ProtocolError for garbage.
         """
         partial = self._partial
         target = self._inbox[self._num_read :] if partial is None else partial.rest
@@ -150,7 +150,7 @@ class Link:
         return True
 
     def close(self) -> None:
-        """Hang up and release all memory that no arrival lies in."""
+        """Close the connection and release all memory that no arrival lies in."""
         self._connection.close()
         _close_all(self._descriptors)
         _close_all(descriptor for _, descriptor in self._outbox)
@@ -166,7 +166,7 @@ class Link:
         except OSError as error:
             self._warn(num_bytes, error)
             return False
-        _copy_to(segment.address(index), tensor, num_bytes)
+        _copy_to(segment.slot_address(index), tensor, num_bytes)
         frame = _FRAME.pack(_MAGIC, SLOT, index, segment.number, len(form), *numbers) + form
         if segment.descriptor < 0:
             self._write([frame])
@@ -174,8 +174,8 @@ class Link:
             self._announce(segment, frame)
         return True
 
-    def _announce(self, segment: Segment, frame: bytes) -> None:
-        """Hand over a new segment with its first message, and retire what it makes needless."""
+    def _announce(self, segment: SlotSegment, frame: bytes) -> None:
+        """Send a new segment with its first message, and retire idle segments."""
         new = _control(SEGMENT, segment.num_slots, segment.number, segment.slot_bytes)
         retired = [_control(RETIRE, 0, number) for number in self._pool.retire_idle()]
         self._write([b"".join([new, frame, *retired])], segment.release())
@@ -193,11 +193,11 @@ class Link:
             )
 
     def _write(self, parts: list[Buffer], descriptor: int = -1) -> None:
-        """Write the parts, or keep what the socket does not take; own the descriptor from now."""
+        """Write the parts or keep them for later; own the descriptor from now on."""
         num_sent = 0
         try:
             if self._outbox:
-                self.write_on()  # although little may fit: a dead peer shows only to who writes
+                self.write_backlog()  # little may fit, but only a write shows that the peer is dead
             if not self._outbox:
                 num_sent = self._send_now(parts, descriptor)
         except Broken:
@@ -220,7 +220,7 @@ class Link:
         return num_sent
 
     def _parse(self) -> None:
-        """Take every complete frame, and move what is left to the front."""
+        """Parse every complete frame, and move the rest to the front."""
         start, end = 0, self._num_read
         while end - start >= _FRAME_BYTES:
             frame = _FRAME.unpack_from(self._inbox, start)
@@ -229,7 +229,7 @@ class Link:
             if magic != _MAGIC or (kind <= SLOT and size > MAX_FORM_BYTES):
                 raise self._garbage(start)
             if kind > SLOT:
-                self._obey(start, kind, index, number, size)
+                self._take_control(start, kind, index, number, size)
                 start = body
             elif body + size > end:
                 break
@@ -247,30 +247,32 @@ class Link:
         self._num_read = end - start
 
     def _take_inline(self, form: Form, header: Header, start: int) -> int:
-        """Take the payload that begins at `start`; return how many bytes of it are here."""
-        num_here = min(form.num_bytes, self._num_read - start)
+        """Copy the payload that begins at `start`; return how many bytes of it have arrived."""
+        num_arrived = min(form.num_bytes, self._num_read - start)
         tensor = torch.empty(form.shape, dtype=form.dtype)
-        ctypes.memmove(tensor.data_ptr(), self._address + start, num_here)
-        if num_here < form.num_bytes:
-            self._partial = _Partial(header, tensor, num_here)
+        ctypes.memmove(tensor.data_ptr(), self._address + start, num_arrived)
+        if num_arrived < form.num_bytes:
+            self._partial = _Partial(header, tensor, num_arrived)
         else:
             self._arrivals.append(Arrival(self.peer, header, tensor))
-        return num_here
+        return num_arrived
 
     def _borrow(self, form: Form, number: int, index: int) -> Tensor:
         """Return the tensor that lies in a slot, without a copy."""
         window = self._windows.get(number)
-        if window is None or index >= window.num_slots:
-            raise self._misplaced(form, number, index)
-        if not 0 < form.num_bytes <= window.slot_bytes:
-            raise self._misplaced(form, number, index)
+        fits = window is not None and index < window.num_slots
+        if window is None or not fits or not 0 < form.num_bytes <= window.slot_bytes:
+            raise ProtocolError(
+                f"rank {self.peer} sent rank {self._rank} {form.num_bytes} bytes of {form.kind!r} "
+                f"in slot {index} of segment {number}, which does not exist or is too small"
+            )
         memory = window.lend(index, form.num_bytes)
         return torch.frombuffer(memory, dtype=form.dtype).view(form.shape)
 
-    def _obey(self, start: int, kind: int, index: int, number: int, size: int) -> None:
-        """Carry out a frame that is no message."""
+    def _take_control(self, start: int, kind: int, index: int, number: int, size: int) -> None:
+        """Handle a frame that is not a message."""
         if kind == SEGMENT and self._descriptors and number not in self._windows:
-            self._windows[number] = self._open_window(self._descriptors.popleft(), size, index)
+            self._windows[number] = self._map_window(self._descriptors.popleft(), size, index)
         elif kind == RETIRE and number in self._windows:
             del self._windows[number]
         elif kind == BYE:
@@ -278,7 +280,7 @@ class Link:
         else:
             raise self._garbage(start)
 
-    def _open_window(self, descriptor: int, slot_bytes: int, num_slots: int) -> Window:
+    def _map_window(self, descriptor: int, slot_bytes: int, num_slots: int) -> Window:
         try:
             return Window(descriptor, slot_bytes, num_slots)
         except (OSError, ValueError, OverflowError) as error:
@@ -301,28 +303,22 @@ class Link:
     def _garbage(self, start: int) -> ProtocolError:
         shown = self._inbox[start : start + 16].hex(" ")
         return ProtocolError(
-            f"rank {self.peer} sent rank {self._rank} what is no message ({shown} ...): check that "
-            f"all ranks run the same version of Ganglion"
-        )
-
-    def _misplaced(self, form: Form, number: int, index: int) -> ProtocolError:
-        return ProtocolError(
-            f"rank {self.peer} sent rank {self._rank} {form.num_bytes} bytes of {form.kind!r} in "
-            f"slot {index} of segment {number}, which does not exist or is too small"
+            f"rank {self.peer} sent rank {self._rank} bytes that are not a message ({shown} ...): "
+            f"check that all ranks run the same version of Ganglion"
         )
 
 
 class _Partial:
-    """A payload that is still coming through the socket, straight into its tensor."""
+    """A payload that is still arriving through the socket, straight into its tensor."""
 
-    def __init__(self, header: Header, tensor: Tensor, num_here: int) -> None:
+    def __init__(self, header: Header, tensor: Tensor, num_arrived: int) -> None:
         self.header = header
         self.tensor = tensor
         memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-        self.rest = memoryview(memory).cast("B")[num_here:]
+        self.rest = memoryview(memory).cast("B")[num_arrived:]
 
     def add(self, num_bytes: int) -> bool:
-        """Note that so much came; return whether that was the last of it."""
+        """Count arrived bytes; return whether the payload is complete."""
         self.rest = self.rest[num_bytes:]
         return not self.rest
 
@@ -332,14 +328,14 @@ def _control(kind: int, index: int = 0, number: int = 0, size: int = 0) -> bytes
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor's memory is its contents, in order."""
+    """Return whether the tensor's memory holds its contents in order."""
     return tensor.is_contiguous() and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _copy_to(address: int, tensor: Tensor, num_bytes: int) -> None:
-    """Copy the contents to `address`, in order, in one go and without the GIL."""
+    """Copy the contents to `address`, in order, without the GIL."""
     if _is_plain(tensor):
-        # Half again as fast as Tensor.copy_ for what does not fit the caches.
+        # 1.5 times as fast as Tensor.copy_ for tensors larger than the caches.
         ctypes.memmove(address, tensor.data_ptr(), num_bytes)
         return
     memory = (ctypes.c_char * num_bytes).from_address(address)

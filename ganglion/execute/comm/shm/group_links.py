@@ -1,8 +1,8 @@
-"""Sockets to all other members, read together: a wait ends with news, a death or a deadline.
+"""The sockets of a group: reading all members together, and sending without waiting for a peer.
 
-A blocked wait sleeps in poll(), without the GIL, and hears of a killed peer at once, as end of
-file or as a reset. A member that closes its group says goodbye first, so that leaving early after
-the last collective is not taken for a death.
+A blocked wait sleeps in poll(), without the GIL, and sees a killed peer at once, as end of file or
+as a reset. A member that closes its group sends a goodbye first, so that leaving early after the
+last collective is not taken for a death.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import contextlib
 import os
 import select
 import socket
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from ganglion.errors import CommError, PeerLost
-from ganglion.execute.comm.calls import GOODBYE, SIGNAL, Inbox
+from ganglion.execute.comm.calls import SIGNAL, Inbox
 
 _READ_BYTES = 96 << 10  # one small collective, and no more than malloc keeps at hand
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(8 * array.array("i").itemsize)
-_QUIET_S = 0.2  # a wait this long may be a disagreement: time to ask around
+_QUIET_S = 0.2  # a wait this long may be a disagreement
 
 
-class Link:
+class MemberLink:
     """The connection to one other member."""
 
     def __init__(
@@ -39,20 +42,20 @@ class Link:
         self._takes_descriptors = takes_descriptors
 
     def send(self, record: bytes, descriptor: int = -1) -> None:
-        """Send a small record; a broken connection is left to the reading side to explain."""
+        """Send a small record; a broken connection is reported by the reading side."""
         try:
             if descriptor < 0:
                 self.socket.send(record)
             else:
                 socket.send_fds(self.socket, [record], [descriptor])
         except BlockingIOError:
-            # Members signal in lock step: only one that stopped reading lets signals pile up.
+            # Members signal in lock step, so only a member that stopped reading gets here.
             raise PeerLost(f"rank {self.peer} does not read its signals") from None
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def read(self) -> None:
-        """Take in what has arrived, if anything."""
+        """Parse what has arrived, if anything."""
         try:
             data = self._receive()
         except BlockingIOError:
@@ -80,7 +83,7 @@ class Link:
         self.socket.close()
 
 
-class Links:
+class GroupLinks:
     """The connections of one member to all others, in order of rank."""
 
     def __init__(
@@ -94,23 +97,23 @@ class Links:
     ) -> None:
         """Own `sockets`, by rank; a wait that lasts `timeout_s` fails.
 
-        Before it goes to sleep, a wait looks for news for `linger_s`, giving way to anybody who
-        wants the core: an idle core is slow to wake.
+        Before it sleeps, a wait polls for `linger_s` and yields the core between polls: an idle
+        core is slow to wake.
         """
         self._linger_s = linger_s
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._links = [
-            Link(peer, ranks.index(peer), sockets[peer], takes_descriptors)
+            MemberLink(peer, ranks.index(peer), sockets[peer], takes_descriptors)
             for peer in sorted(sockets)
         ]
         self._by_descriptor = {link.socket.fileno(): link for link in self._links}
-        self._broken: list[Link] = []
+        self._broken: list[MemberLink] = []
         self._poll = select.poll()
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
 
-    def __iter__(self) -> Iterator[Link]:
+    def __iter__(self) -> Iterator[MemberLink]:
         return iter(self._links)
 
     def synchronize(self, what: object) -> None:
@@ -122,31 +125,34 @@ class Links:
             link.inbox.num_signals -= 1
 
     def wait(
-        self, heard: Callable[[Link], bool], what: object, ask: Callable[[], None] | None = None
+        self,
+        heard: Callable[[MemberLink], bool],
+        what: object,
+        on_delay: Callable[[], None] | None = None,
     ) -> None:
-        """Read until `heard` holds for all links; `ask` is called once if that takes long.
+        """Read until `heard` holds for all links; call `on_delay` once if that takes long.
 
-        Raises PeerLost or what a peer gave as its reason to fail, naming `what` is awaited.
+        Raise PeerLost, or the failure that a peer sent, naming `what` is awaited.
         """
         if all(map(heard, self._links)):
             return
         start_s, waited_s = time.monotonic(), 0.0
-        limit_s = self._timeout_s if ask is None else min(_QUIET_S, self._timeout_s)
+        limit_s = self._timeout_s if on_delay is None else min(_QUIET_S, self._timeout_s)
         while True:
             self.read(limit_s - waited_s)
             if all(map(heard, self._links)):
                 return
             lacking = [link for link in self._links if not heard(link)]
-            self._explain(lacking, what)
+            self._raise_if_broken(lacking, what)
             waited_s = time.monotonic() - start_s
             if waited_s >= self._timeout_s:
                 raise self._silent(lacking, what)
-            if ask is not None and waited_s >= limit_s:
-                ask()
-                ask, limit_s = None, self._timeout_s
+            if on_delay is not None and waited_s >= limit_s:
+                on_delay()
+                on_delay, limit_s = None, self._timeout_s
 
     def read(self, wait_s: float) -> None:
-        """Wait for news, but no longer than `wait_s`, and take in all there is."""
+        """Wait for data, at most `wait_s`, and read all there is."""
         for descriptor, _ in self._ready(wait_s):
             link = self._by_descriptor[descriptor]
             link.read()
@@ -161,8 +167,8 @@ class Links:
             os.sched_yield()
         return ready or self._poll.poll(wait_s * 1000)
 
-    def _explain(self, lacking: list[Link], what: object) -> None:
-        """Raise if a member failed, died, or left although something is still awaited from it."""
+    def _raise_if_broken(self, lacking: list[MemberLink], what: object) -> None:
+        """Raise if a member failed, died, or left while something is still awaited from it."""
         for link in self._broken:
             if link.inbox.failure is not None:
                 raise link.inbox.failure
@@ -178,31 +184,91 @@ class Links:
                 f"the first error in the log of rank {link.peer}"
             )
 
-    def _silent(self, lacking: list[Link], what: object) -> PeerLost:
+    def _silent(self, lacking: list[MemberLink], what: object) -> PeerLost:
         return PeerLost(
             f"{what} of ranks {list(self._ranks)} waited {self._timeout_s:g} s for ranks "
             f"{[link.peer for link in lacking]}, which stayed silent: look at their logs, or "
             f"raise train.timeout_s if they are only slow"
         )
 
-    def tell(self, record: bytes) -> None:
-        """Send a last record to everybody who still listens, and hang up."""
+    def send_last(self, record: bytes) -> None:
+        """Send a last record to every member that still reads, and end all waits of this side."""
         for link in self._links:
             with contextlib.suppress(OSError, CommError):
                 link.send(record)
-        self.hang_up()
-
-    def hang_up(self) -> None:
-        """End all waits of this side; what was sent can still be read by the others."""
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.socket.shutdown(socket.SHUT_RDWR)
-
-    def say_goodbye(self) -> None:
-        """Tell everybody that this member closes the group."""
-        self.tell(GOODBYE)
 
     def close(self) -> None:
         """Close all sockets."""
         for link in self._links:
             link.close()
+
+
+class Outbox:
+    """Sends through one non-blocking socket; a thread sends what the socket does not take.
+
+    The thread lives only while there is a backlog. The caller must not send it later: it may be
+    waiting in another group, for a peer that waits for this backlog.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Send through `connection`, which its owner closes."""
+        self._socket = connection
+        self._lock = threading.Lock()
+        self._backlog: deque[memoryview] = deque()
+        self._thread: threading.Thread | None = None
+
+    def post(self, record: bytes, data: bytes | memoryview = b"") -> None:
+        """Send both, now or when the socket takes them; the caller may reuse `data` at once.
+
+        A broken connection is reported by the reading side.
+        """
+        with self._lock:
+            sent = 0 if self._backlog else self._try(record, data)
+            if sent < len(record) + len(data):
+                self._backlog.append(memoryview(b"".join((record, data)))[sent:])
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._drain, daemon=True)
+                    self._thread.start()
+
+    def close(self, linger_s: float) -> None:
+        """Give a backlog `linger_s` to leave; then the caller closes the socket."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(linger_s)
+        with self._lock:
+            self._backlog.clear()
+        if thread is not None:
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            thread.join()
+
+    def _try(self, *pieces: bytes | memoryview) -> int:
+        try:
+            return self._socket.sendmsg(pieces)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return sys.maxsize  # nobody reads: as good as sent
+
+    def _drain(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        while True:
+            with self._lock:
+                self._send_backlog()
+                if not self._backlog:
+                    self._thread = None
+                    return
+            poll.poll()
+
+    def _send_backlog(self) -> None:
+        while self._backlog:
+            piece = self._backlog[0]
+            sent = self._try(piece)
+            if sent < len(piece):
+                self._backlog[0] = piece[sent:]
+                return
+            self._backlog.popleft()
