@@ -16,7 +16,7 @@ from ganglion.decide.schedules.exchanges.served import (
     PULL,
     PUSH,
     RETURN,
-    Event,
+    OrderEntry,
     Refuse,
     Repeat,
     Request,
@@ -306,7 +306,7 @@ def test_wrong_arguments_are_named() -> None:
         ServedCenter(0)
     with pytest.raises(ConfigError, match="order = 'random'"):
         ServedCenter(1, "random")
-    assert str(Event(PUSH, 3, False)) == "push 3 refused"
+    assert str(OrderEntry(PUSH, 3, False)) == "push 3 refused"
 
 
 # --- what staleness does (You, Buluc, Demmel 2017, and the toy simulation of the spec) ----------

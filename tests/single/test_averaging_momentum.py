@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ganglion.decide.plan import ROUND_ROBIN
-from ganglion.decide.schedules.exchanges.served import JOIN, PUSH, Event
+from ganglion.decide.schedules.exchanges.served import JOIN, PUSH, OrderEntry
 from ganglion.decide.topology import Mesh
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.methods.packed import Packed
@@ -79,7 +79,7 @@ def work(
     return state
 
 
-def run(steps: range, order: str | Sequence[Event], saved: list[State] | None) -> list[State]:
+def run(steps: range, order: str | Sequence[OrderEntry], saved: list[State] | None) -> list[State]:
     """Train all workers in an order of the server; return their states."""
     store, meeting = dist.HashStore(), threading.Barrier(NUM_WORKERS)
     first = Packed(with_buffers())
@@ -106,10 +106,10 @@ def run(steps: range, order: str | Sequence[Event], saved: list[State] | None) -
     return run_threads(mesh, body, timeout_s=DEADLINE_S)[NUM_SHARDS:]
 
 
-def script(rounds: Sequence[tuple[int, ...]]) -> list[Event]:
+def script(rounds: Sequence[tuple[int, ...]]) -> list[OrderEntry]:
     """All join, then each round lets every worker push once, in its own order."""
-    joins = [Event(JOIN, worker) for worker in range(NUM_WORKERS)]
-    return joins + [Event(PUSH, worker) for turn in rounds for worker in turn]
+    joins = [OrderEntry(JOIN, worker) for worker in range(NUM_WORKERS)]
+    return joins + [OrderEntry(PUSH, worker) for turn in rounds for worker in turn]
 
 
 ROUNDS = [(2, 0, 1), (1, 0, 2), (0, 2, 1), (1, 2, 0), (2, 1, 0), (0, 1, 2)]

@@ -22,7 +22,7 @@ from ganglion.decide.schedules.exchanges.served import (
     JOIN,
     LEAVE,
     PUSH,
-    Event,
+    OrderEntry,
 )
 from ganglion.decide.topology import Mesh
 from ganglion.errors import CheckpointError, ConfigError, PeerLost, ProtocolError
@@ -41,7 +41,7 @@ RUN = "threads"
 ALPHA, LR = 0.2, 0.05
 DEADLINE_S = 20.0
 NUM_IN, NUM_OUT, BATCH = 5, 3, 4
-Order = str | Sequence[Event]
+Order = str | Sequence[OrderEntry]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Outcome:
 
     center: Tensor
     weights: dict[int, Tensor] = field(default_factory=dict)
-    record: list[Event] = field(default_factory=list)
+    record: list[OrderEntry] = field(default_factory=list)
     metrics: Any = None
     server: Any = None
 
@@ -217,7 +217,7 @@ class Serial:
         self.velocity = torch.zeros_like(self.center)
         self.walkers: dict[int, Walker] = {}
 
-    def follow(self, record: Iterable[Event], num_steps: int) -> None:
+    def follow(self, record: Iterable[OrderEntry], num_steps: int) -> None:
         for event in record:
             verdict = "" if event.is_served else "refused_"
             getattr(self, f"{verdict}{event.kind}_{self.kind.method}")(event.worker)
@@ -310,7 +310,9 @@ def test_a_replay_of_the_recorded_order_is_bitwise_equal(name: str) -> None:
 
 def test_round_robin_equals_first_come_in_the_forced_order() -> None:
     """Original EASGD, with and without overlap, is Async EASGD with the order taken away."""
-    forced = [Event(JOIN, i) for i in range(3)] + 5 * [Event(EXCHANGE, i) for i in range(3)]
+    forced = [OrderEntry(JOIN, i) for i in range(3)] + 5 * [
+        OrderEntry(EXCHANGE, i) for i in range(3)
+    ]
     wanted = run(Kind(), num_steps=5, dtype=torch.float32, order=forced)
     for overlap in (True, False):
         kind = Kind(overlap=overlap)
@@ -609,7 +611,7 @@ def test_nobody_waits_for_ever() -> None:
 
 
 def test_a_replay_that_cannot_go_on_names_whom_it_waits_for() -> None:
-    bench = Bench(order=[Event(JOIN, 0), Event(EXCHANGE, 1)], timeout_s=0.5)
+    bench = Bench(order=[OrderEntry(JOIN, 0), OrderEntry(EXCHANGE, 1)], timeout_s=0.5)
 
     def script(bench: Bench) -> None:
         link = bench.link(0, timeout_s=1.5)
@@ -813,7 +815,7 @@ def test_alpha_follows_workers_that_leave(rate: ElasticRate, wanted: list[float]
 def test_a_replay_counts_departures_where_they_were() -> None:
     """The workers of the replay leave at another time, and alpha changes at the same exchange."""
 
-    def play(order: Order, leaves_at: int | None) -> tuple[list[float], list[Event]]:
+    def play(order: Order, leaves_at: int | None) -> tuple[list[float], list[OrderEntry]]:
         alphas: list[float] = []
 
         def script(bench: Bench) -> None:
@@ -844,6 +846,6 @@ def test_a_replay_counts_departures_where_they_were() -> None:
 
     alphas, record = play(FIRST_COME, 2)
     assert alphas == pytest.approx([0.45, 0.45, 0.45, 0.9, 0.9])
-    assert Event(LEAVE, 1) in record
+    assert OrderEntry(LEAVE, 1) in record
     for leaves_at in (0, 4, None):
         assert play(record, leaves_at) == (alphas, record)

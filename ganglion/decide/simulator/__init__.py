@@ -1,4 +1,8 @@
-"""The simulator: drives schedules on a virtual clock, as the engine drives them on a real one."""
+"""The simulator: drives schedules on a virtual clock, as the engine drives them on a real one.
+
+It gets times and links from `costs` and returns traces and figures; it neither predicts costs nor
+chooses plans.
+"""
 
 from ganglion.decide.simulator.on_cluster import (
     PlanSimulation,

@@ -1,7 +1,7 @@
 """Split layers on a virtual clock: which of their collectives hide behind products.
 
-One rank's step, microbatch after microbatch, driven as `tensor/` does it: what is gathered when is
-decided by `schedules/gathers`, every axis is one wire, and whoever waits is exposed.
+One rank's step, microbatch after microbatch, driven as `tensor/` does it: `schedules/buckets`
+decides what is gathered when, every axis is one wire, and waiting times are exposed.
 
     compute   | F0 |  F1  |  F2  |   B2    |   B1    |   B0    |
     z         g0 g1~~ g2~~         ~g1 ~s2~~ ~g0 ~s1~~ ~~s0~~~      gathers, then sums of gradients
@@ -28,10 +28,10 @@ BlockTimes = Sequence[LayerTimes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorOverlap:
-    """What may run while something else computes, and which weights stay gathered.
+    """Which collectives may overlap with computation, and which weights stay gathered.
 
-    `late_sums`: gradients of kept weights are summed after the last backward, as pipelines do, and
-    not while it goes on.
+    With `late_sums`, gradients of kept weights are summed after the last backward, as in pipelines,
+    and not during it.
     """
 
     all_reduce: bool = True
@@ -44,7 +44,7 @@ class TensorOverlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStep:
-    """A step of one rank: mean times of a microbatch, and what the last sums take after them."""
+    """A step of one rank: mean times of a microbatch, and `tail_s` for the last sums after them."""
 
     forward_s: float
     backward_s: float
@@ -54,7 +54,7 @@ class TensorStep:
 
     @property
     def exposed_s(self) -> float:
-        """What the step waits for collectives."""
+        """The time in which the step waits for collectives."""
         return self.total_s - self.compute_s
 
 
@@ -65,7 +65,7 @@ def tensor_step(
     *,
     recompute: bool = False,
 ) -> TensorStep:
-    """Return a step of the layers of a rank, in steady state: the order of gathers is known."""
+    """Return a step of the layers of a rank in steady state, with the order of gathers known."""
     driver = _Driver(blocks, overlap, recompute)
     driver.step(num_microbatches)
     return driver.step(num_microbatches)
@@ -79,7 +79,7 @@ def with_collectives(
     *,
     recompute: bool = False,
 ) -> StageTimes:
-    """Return the times of a stage with what its layers wait for; the last sums delay the update."""
+    """Return the times of a stage with its collectives added; the last sums delay the update."""
     step = tensor_step(blocks, num_microbatches, overlap, recompute=recompute)
     return replace(
         times,
@@ -91,7 +91,7 @@ def with_collectives(
 
 
 class _Driver:
-    """The state of one rank: its clock, its wires, and what is gathered or being summed."""
+    """The state of one rank: its clock, its wires, its gathers and sums."""
 
     def __init__(
         self, blocks: Sequence[BlockTimes], overlap: TensorOverlap, recompute: bool
@@ -103,9 +103,9 @@ class _Driver:
         self._kept = _kept(self._layers, overlap)
         self._order = GatherOrder()
         self._now_s = self._compute_s = 0.0
-        self._free_s: dict[str, float] = {}  # of the wire of each axis
-        self._gathered: dict[int, float] = {}  # when the block of a weight is there
-        self._summed: dict[int, float] = {}  # when the gradient of a weight is
+        self._free_s: dict[str, float] = {}  # axis -> when its wire is free
+        self._gathered: dict[int, float] = {}  # weight -> when it is gathered
+        self._summed: dict[int, float] = {}  # weight -> when its gradient is summed
 
     def step(self, num_microbatches: int) -> TensorStep:
         start_s, self._compute_s = self._now_s, 0.0
@@ -135,7 +135,7 @@ class _Driver:
         self._now_s = max([self._now_s, *self._summed.values()])
         self._summed.clear()
         self._order.on_change()
-        # What was begun in vain is waited for, before it is dropped.
+        # Gathers that turn out useless are waited for before they are dropped.
         self._now_s = max([self._now_s, *self._gathered.values()])
         self._gathered.clear()
         return self._now_s - end_s
@@ -163,7 +163,7 @@ class _Driver:
             self._wait(self._send(layer.in_axis, layer.output_s))
 
     def _gradients(self, layer: LayerTimes, *, is_last: bool) -> None:
-        """Run the two products; the one whose sum takes longer to hide comes first."""
+        """Run the two products; the one whose sum takes longer goes first."""
         if not layer.of_data:
             self._use(layer, BACKWARD)
         if layer.out_axis is None or layer.of_data:
@@ -188,7 +188,7 @@ class _Driver:
             self._wait(self._summed[layer.weight])
 
     def _is_summed(self, layer: LayerTimes, is_last: bool) -> bool:
-        """Say whether a gradient is summed now: of a kept weight once, after its last use."""
+        """Return whether a gradient is summed now: of a kept weight once, after its last use."""
         if layer.weight not in self._kept:
             return True
         return is_last and not self._overlap.late_sums and layer is self._layers[layer.weight]
@@ -196,7 +196,7 @@ class _Driver:
     # --- weights -------------------------------------------------------------------------------
 
     def _use(self, layer: LayerTimes, phase: str) -> None:
-        """Wait for the block of a weight, and begin to gather the one that is used next."""
+        """Wait for a weight to be gathered, and begin to gather the next one."""
         if not layer.gather_s:
             return
         self._begin_gather(layer.weight)
@@ -221,7 +221,7 @@ class _Driver:
         self._compute_s += seconds
 
     def _send(self, axis: str, seconds: float) -> float:
-        """Put a collective on the wire of an axis; return when it is through."""
+        """Put a collective on the wire of an axis; return when it ends."""
         self._free_s[axis] = max(self._now_s, self._free_s.get(axis, 0.0)) + seconds
         return self._free_s[axis]
 

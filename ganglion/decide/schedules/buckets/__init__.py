@@ -1,4 +1,7 @@
-"""Buckets: how gradients, optimizer state and gathered weights are cut and ordered."""
+"""Buckets: how gradients, optimizer state and gathered weights are grouped and ordered.
+
+Decided from sizes and events alone: no tensors, no streams.
+"""
 
 from ganglion.decide.schedules.buckets.gathers import (
     BACKWARD,

@@ -1,4 +1,4 @@
-"""Buckets: which gradients travel together, decided from sizes alone.
+"""Buckets of gradients that are reduced together, decided from sizes alone.
 
 Backward finishes the last layers first, so buckets are filled in reverse order of use. Each bucket
 is one flat buffer and one all-reduce, started when its last gradient is ready:
@@ -27,10 +27,10 @@ class Bucket:
 def plan_buckets(
     sizes: Sequence[int], max_elements: int, *, last_max_elements: int | None = None
 ) -> tuple[Bucket, ...]:
-    """Group parameters of these sizes into buckets of at most `max_elements`, last layers first.
+    """Return buckets of at most `max_elements` for parameters of these sizes, last layers first.
 
-    A parameter larger than the bound gets a bucket of its own. The bucket reduced last holds the
-    first layers and has no backward left to hide behind; `last_max_elements` keeps it small.
+    A parameter larger than the bound gets a bucket of its own. No backward hides the reduction of
+    the last bucket, which holds the first layers; `last_max_elements` keeps it small.
     """
     if max_elements < 1:
         raise LayoutError(f"a bucket of {max_elements} elements holds no gradient; use 1 or more")

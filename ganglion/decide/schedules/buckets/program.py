@@ -1,16 +1,16 @@
 """The order of an update by buckets: read state, update weights, write state back, in three slots.
 
-Optimizer state that lives on a lower tier is brought in bucket by bucket. Each bucket has a slot
-from the beginning of its read to the end of its write; three of them are under way together:
+Optimizer state on a lower tier is read bucket by bucket. Each bucket has a slot from the start of
+its read to the end of its write; three are under way together:
 
     read     |  0  |  1  |  2  |     |  3  |  4  |          bucket 3 takes the slot of bucket 0
     update         .     |  0  |  1  |  2  |  3  |          0 waits for its gradients
     write                      |  0  |  1  |  2  |  3  |
 
-A bucket is updated when its state is read and its gradients are summed: those come in chunks, each
-one all-reduce, so the first buckets are updated while later chunks are still reduced. If all
-gradients must be known first (to clip them, or to find an overflow), reads alone begin before the
-verdict; "no" ends the program with nothing updated and nothing written.
+A bucket is updated when its state is read and its gradients are summed. Gradients are summed in
+chunks, each one all-reduce, so the first buckets are updated while later chunks are still reduced.
+If all gradients must be known first (to clip them, or to detect an overflow), only reads begin
+before the verdict; a negative one ends the program with nothing updated and nothing written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_SLOTS = 3
 
 
 class Move(NamedTuple):
-    """One thing to do with one bucket."""
+    """A read, an update or a write of one bucket."""
 
     kind: str
     bucket: int
@@ -57,12 +57,12 @@ class _Lane:
 
 
 class BucketProgram:
-    """Says what to move next; `next` may be called while other moves are unfinished."""
+    """Decides the next move; `next` may be called while other moves are unfinished."""
 
     def __init__(
         self, chunk_of: Sequence[int], *, num_slots: int = NUM_SLOTS, needs_verdict: bool = False
     ) -> None:
-        """Bring in one bucket for each of `chunk_of`: the last chunk of gradients that it needs.
+        """Update one bucket for each of `chunk_of`: the last chunk of gradients that it needs.
 
         Chunks are reduced in order from 0. With `needs_verdict` nothing is updated before
         `on_verdict`.
@@ -82,14 +82,14 @@ class BucketProgram:
 
     @property
     def done(self) -> bool:
-        """Whether all is written, or nothing will be and nothing is under way."""
+        """Whether all is written, or the verdict was negative and no read is under way."""
         if self._go is False:
             return self._read.is_idle
         return self._go is True and self._write.num_finished == self.num_buckets
 
     @property
     def is_touched(self) -> bool:
-        """Whether a weight was changed: from then on there is no way back."""
+        """Whether a weight was changed, so that the update cannot be undone."""
         return self._update.num_begun > 0
 
     def slot_of(self, bucket: int) -> int:
@@ -97,7 +97,7 @@ class BucketProgram:
         return bucket % self._num_slots
 
     def next(self) -> Move | None:
-        """Return a move that may begin now, once; None if something must finish or come first."""
+        """Return a move to begin now, or None: wait for an event."""
         if self._may_write():
             return self._write.begin()
         if self._may_update():
@@ -116,7 +116,7 @@ class BucketProgram:
         self._num_reduced += 1
 
     def on_verdict(self, go: bool) -> None:
-        """Let the update begin, or never."""
+        """Allow the update to begin, or end the program."""
         assert self._go is None, "there is one verdict, and only if one is needed"
         self._go = go
 

@@ -1,11 +1,11 @@
-"""The cut of parameters into buckets of an update: pieces of at most so many elements together.
+"""The cut of parameters into buckets of an update, each of a bounded number of elements.
 
     parameters      a a a b   c c c c c c c c c c     c is larger than a bucket and may be cut
     buckets        [a a a b c][c c c c c][c c c c]
 
-A piece begins at a multiple of a grain inside its parameter, and takes whole grains of its bucket.
-So kernels that treat the last few elements apart (the tail of a vectorised loop rounds otherwise)
-do so with the same elements as they would without a cut, and every piece begins on a page of disk
+A slice begins at a multiple of a grain inside its parameter, and takes whole grains of its bucket.
+So kernels that treat the last few elements separately (the tail of a vectorised loop rounds
+differently) do so with the same elements as without a cut, and every slice begins on a page of disk
 and memory.
 """
 
@@ -30,7 +30,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateBucket:
-    """Slices that are updated together, and where each begins in the bucket; with their gaps."""
+    """Slices that are updated together; `num_elements` includes the gaps between them."""
 
     slices: tuple[Slice, ...]
     offsets: tuple[int, ...]
@@ -38,7 +38,7 @@ class UpdateBucket:
 
 
 def padded(num_elements: int) -> int:
-    """Return the elements that so many take up, in whole grains."""
+    """Return `num_elements` rounded up to whole grains."""
     return -(-num_elements // GRAIN) * GRAIN
 
 
@@ -50,7 +50,7 @@ def cut_update(
 ) -> tuple[UpdateBucket, ...]:
     """Return buckets of at most `bucket_size` elements, in order, each of one kind.
 
-    A parameter that is not divisible stays whole, in a larger bucket of its own if it must.
+    A parameter that is not divisible stays whole, if need be in a larger bucket of its own.
     """
     if bucket_size < GRAIN:
         raise ConfigError(
@@ -90,7 +90,9 @@ class _Filling:
                 self.close()
                 continue
             stop = min(size, start + room) if divisible else size
-            self._add(Slice(member, start, stop))
+            self._slices.append(Slice(member, start, stop))
+            self._offsets.append(self._used)
+            self._used += padded(stop - start)
             start = stop
 
     def close(self) -> None:
@@ -98,8 +100,3 @@ class _Filling:
             bucket = UpdateBucket(tuple(self._slices), tuple(self._offsets), self._used)
             self.buckets.append(bucket)
         self._slices, self._offsets, self._used = [], [], 0
-
-    def _add(self, piece: Slice) -> None:
-        self._slices.append(piece)
-        self._offsets.append(self._used)
-        self._used += padded(piece.stop - piece.start)

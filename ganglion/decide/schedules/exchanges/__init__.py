@@ -1,4 +1,7 @@
-"""Exchanges of elastic averaging: rates, and how an exchange commits."""
+"""Exchanges of elastic averaging: their rates, when they start, in which order, how they commit.
+
+Pure state machines: no weights, no clock, no messages.
+"""
 
 from ganglion.decide.schedules.exchanges.elastic_rates import ElasticRate
 from ganglion.decide.schedules.exchanges.served import (
@@ -12,7 +15,7 @@ from ganglion.decide.schedules.exchanges.served import (
     RETURN,
     STALENESS_PER_WORKER,
     WRITES,
-    Event,
+    OrderEntry,
     Refuse,
     Repeat,
     Request,
@@ -33,8 +36,8 @@ __all__ = [
     "STALENESS_PER_WORKER",
     "WRITES",
     "ElasticRate",
-    "Event",
     "Exchange",
+    "OrderEntry",
     "Refuse",
     "Repeat",
     "Request",

@@ -1,4 +1,4 @@
-"""The rate of elastic averaging: one number given, the force of one exchange computed and guarded.
+"""The rate of elastic averaging: alpha of one exchange, computed from one given number and checked.
 
 | given | alpha of one exchange | while the learning rate falls  |
 |-------|-----------------------|--------------------------------|
@@ -6,12 +6,12 @@
 | beta  | beta / num_workers    | the same                       |
 | rho   | lr * rho              | alpha shrinks with it          |
 
-When workers come or go, beta is shared anew between those who are there; alpha and rho stay.
-With `amortise`, the given rate belongs to the tau steps between two exchanges together, so alpha is
-divided by tau (TensorFlow's reading); without, to one exchange (the authors' launcher).
+When workers join or leave, beta is divided anew among the present ones; alpha and rho stay. With
+`amortise`, the given rate is that of the tau steps between two exchanges together, so alpha is
+divided by tau (as in TensorFlow); without, that of one exchange (as in the authors' launcher).
 
 Bounds on a quadratic of curvature h, x = lr * h (Zhang, Choromanska, LeCun 2015, section 4 and
-lemmas 7.1, 7.4): beyond them the centre runs away even without noise.
+lemmas 7.1, 7.4): beyond them the centre diverges even without noise.
 
     synchronous    alpha < 2 (2 - x) / (2 + P (2 - x))      2 / (P + 1) for small x
     round robin    alpha <= (4 - 2 x) / (4 - x)             1 for small x, whatever P
@@ -33,13 +33,13 @@ def sync_alpha_limit(num_workers: int, lr_curvature: float = 0.0) -> float:
 
 
 def round_robin_alpha_limit(lr_curvature: float = 0.0) -> float:
-    """Return the greatest alpha of exchanges one worker at a time; 0 if none is stable."""
+    """Return the greatest stable alpha of exchanges one worker at a time; 0 if none is."""
     return max(0.0, (4.0 - 2.0 * lr_curvature) / (4.0 - lr_curvature)) if lr_curvature < 2 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticRate:
-    """Exactly one of alpha, beta and rho; `unsafe` asks for beta above 1 by name."""
+    """Exactly one of alpha, beta and rho; `unsafe` allows beta above 1."""
 
     alpha: float | None = None
     beta: float | None = None
@@ -78,8 +78,8 @@ class ElasticRate:
     ) -> float:
         """Return alpha of one exchange; raise ConfigError if it is above a bound of `mode`.
 
-        `curvature` is the greatest of the loss, if it is known. `unsafe` lifts the bound beta <= 1,
-        never that of stability.
+        `curvature` is the greatest of the loss, if known. `unsafe` lifts the bound beta <= 1, never
+        that of stability.
         """
         alpha = self.alpha_of(lr, num_workers, tau)
         how = self._check_beta(alpha, num_workers)
@@ -95,10 +95,10 @@ class ElasticRate:
     def following_alpha(self, lr: float, num_workers: int, tau: int, mode: str = SYNC) -> float:
         """Return alpha of one exchange between workers whose number has changed.
 
-        Where beta was given, it is shared between those who are there; but where so few would
-        diverge with it (a beta of 1 of a worker alone: it and the centre just change places), as
-        though there were the least number with which they do not. It depends on nothing but the
-        arguments, so all workers find the same.
+        A given beta is divided among the present workers. Where so few would diverge (with a beta
+        of 1, a lone worker and the centre just swap), it is divided as if there were the least
+        number of workers that does not. The result depends on the arguments only, so all workers
+        get the same.
         """
         if self.name != "beta":
             return self.checked_alpha(lr, num_workers, tau, mode)
@@ -110,7 +110,7 @@ class ElasticRate:
         return alpha
 
     def _check_beta(self, alpha: float, num_workers: int) -> str:
-        """Raise if all workers together move the centre too far; return how alpha was found."""
+        """Return how alpha was found, for errors; raise ConfigError if beta is above 1."""
         how = f"{self.name} = {self.value:g} gives alpha = {alpha:g}"
         beta = alpha * num_workers
         if beta > 1.0 + 1e-12 and not self.unsafe:
@@ -126,15 +126,15 @@ class ElasticRate:
 
 
 def _is_stable(alpha: float, num_workers: int, x: float, mode: str) -> bool:
-    """Say whether alpha is in the region in which exchanges of `mode` contract on a quadratic."""
+    """Return whether exchanges of `mode` with this alpha contract on a quadratic."""
     if mode in (ROUND_ROBIN, ASYNC):
         return 0 < round_robin_alpha_limit(x) >= alpha
-    # Without locks, all workers may read the same centre: a synchronous step.
+    # Without locks, all workers may read the same centre, as in a synchronous step.
     return alpha < sync_alpha_limit(num_workers, x)
 
 
 def _bound(num_workers: int, x: float, mode: str) -> str:
-    """Return the edge of that region, as an error names it."""
+    """Return the bound of alpha as text for an error."""
     if mode in (ROUND_ROBIN, ASYNC):
         return f"(4 - 2x) / (4 - x) = {round_robin_alpha_limit(x):g}"
     limit = sync_alpha_limit(num_workers, x)

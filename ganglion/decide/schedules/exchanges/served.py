@@ -1,17 +1,15 @@
-"""How a served centre takes turns: who is a member, whose request is next, what came too late.
+"""The order of requests at a served centre: members, turns, and writes that are too old.
 
     arrive(request) --> held until its turn --> next() --> Serve | Repeat | Refuse
                                                            version + 1 on every write
 
-A worker numbers its requests 1, 2, 3 ... A number that comes again (its reply was lost with the
-connection) is answered with the reply of the first time and not applied again.
+A worker numbers its requests 1, 2, 3 ... A repeated number (its reply was lost with the connection)
+gets the first reply again and is not applied again.
 
-Who leaves is missed from the next answer on: workers learn with each how many share the centre, and
-so a record holds departures, too.
+Each answer carries the number of workers that share the centre, so a record holds departures, too.
 
-Three orders: first come first served; round robin, which is first come with the writes forced into
-the order of the workers' numbers; and the replay of a recorded order, which gives the same centre
-to the last bit.
+Three orders: first come first served; round robin, which is first come with writes in the order of
+the workers' numbers; and the replay of a recorded order, which gives a bitwise equal centre.
 """
 
 from __future__ import annotations
@@ -24,22 +22,22 @@ from ganglion.decide.plan import ROUND_ROBIN
 from ganglion.errors import ConfigError, ProtocolError
 
 JOIN = "join"  # become a member; the reply is the centre, where the worker starts
-LOOK = "look"  # read the centre for evaluation: has no number, is never held, never recorded
+LOOK = "look"  # read the centre for evaluation: not numbered, never held, never recorded
 PULL = "pull"  # read the centre for a later push
-PUSH = "push"  # write what was made from a centre read before: refused if that is too old
-EXCHANGE = "exchange"  # read and write at once, so that what is read is never old
-LEAVE = "leave"  # be no member any more: said, or found out; no request
-RETURN = "return"  # be one again, over a new connection; no request
+PUSH = "push"  # write a change made from a centre read before: refused if that is too old
+EXCHANGE = "exchange"  # read and write at once, so that the centre read is never old
+LEAVE = "leave"  # not a request: a member left, or was lost
+RETURN = "return"  # not a request: a member is back, over a new connection
 KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE)
 WRITES = (PUSH, EXCHANGE)
 _PASSING = (LEAVE, RETURN)
 
 FIRST_COME = "first_come"  # or ROUND_ROBIN
-STALENESS_PER_WORKER = 4  # beyond 4 P versions the averaging may grow instead of shrink
+STALENESS_PER_WORKER = 4  # beyond 4 P versions the averaging may diverge
 
 
 class Request(NamedTuple):
-    """What a worker asks for; `version` is that of the last centre it saw."""
+    """A request of a worker; `version` is that of the last centre it saw."""
 
     kind: str
     worker: int
@@ -47,7 +45,7 @@ class Request(NamedTuple):
     version: int = 0
 
 
-class Event(NamedTuple):
+class OrderEntry(NamedTuple):
     """One entry of a recorded order; its text is `push 3` or `push 3 refused`."""
 
     kind: str
@@ -59,7 +57,7 @@ class Event(NamedTuple):
 
 
 class Serve(NamedTuple):
-    """Carry the request out and reply; the centre has `version` afterwards."""
+    """Execute the request and reply; the centre has `version` afterwards."""
 
     request: Request
     version: int
@@ -73,7 +71,7 @@ class Repeat(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """Apply nothing, and reply with the centre as it is: the worker was `staleness` behind."""
+    """Apply nothing and reply with the centre as it is: the worker was `staleness` behind."""
 
     request: Request
     version: int
@@ -81,22 +79,22 @@ class Refuse(NamedTuple):
     limit: int
 
 
-Action = Serve | Repeat | Refuse
+Answer = Serve | Repeat | Refuse
 
 
 class ServedCenter:
-    """The books of one centre, or of one shard of it; pure: no weights, no clock, no messages."""
+    """The members, requests and versions of one centre, or of one shard of it."""
 
     def __init__(
         self,
         num_workers: int,
-        order: str | Iterable[Event] = FIRST_COME,
+        order: str | Iterable[OrderEntry] = FIRST_COME,
         *,
         max_staleness: int | None = None,
         version: int = 0,
         is_recording: bool = False,
     ) -> None:
-        """Await `num_workers`; `order` is FIRST_COME, ROUND_ROBIN or what was recorded.
+        """Expect `num_workers`; `order` is FIRST_COME, ROUND_ROBIN or a recorded order.
 
         `max_staleness` is 4 per worker if not given; `version` is that of a restored centre.
         """
@@ -111,20 +109,20 @@ class ServedCenter:
         self.members: set[int] = set()
         self.staleness: Counter[int] = Counter()
         self.num_refused = self.num_repeated = self.max_queue = 0
-        self.record: list[Event] | None = [] if is_recording else None
+        self.record: list[OrderEntry] | None = [] if is_recording else None
         self._is_round_robin = order == ROUND_ROBIN
         self._script = None if isinstance(order, str) else deque(order)
         self._max_staleness = max_staleness
         self._ever: set[int] = set()
-        self._sharing: set[int] = set()  # members, in a replay those of the moment recorded
-        self._numbers: dict[int, int] = {}  # the last number that was answered, also of the dead
+        self._sharing: set[int] = set()  # members; in a replay, those at the time of the record
+        self._numbers: dict[int, int] = {}  # the last number answered, also of lost workers
         self._held: deque[Request] = deque()
         self._repeats: deque[Repeat] = deque()
         self._last_turn = -1
 
     @property
     def is_done(self) -> bool:
-        """Whether all who were expected have come, and nobody is left."""
+        """Whether all expected workers have joined and all have left."""
         return len(self._ever) >= self.num_workers and not self.members
 
     @property
@@ -132,17 +130,17 @@ class ServedCenter:
         """How many versions behind a push may be."""
         if self._max_staleness is not None:
             return self._max_staleness
-        # Who left has still made what is being pushed now old.
+        # Workers that left have still added to the staleness of pushes that arrive now.
         return STALENESS_PER_WORKER * max(self.num_workers, len(self.members))
 
     @property
     def num_shared(self) -> int:
-        """How many workers draw at the centre: those that are here, or still expected."""
+        """How many workers share the centre: those present and those still expected."""
         return max(1, len(self._sharing) + max(0, self.num_workers - len(self._ever)))
 
     @property
     def awaited(self) -> int | None:
-        """The worker all others wait for, if there is one."""
+        """The worker that all others wait for, if there is one."""
         if not self._held:
             return None
         if self._script is not None:
@@ -151,27 +149,26 @@ class ServedCenter:
         return self._turn() if self._is_round_robin and has_all else None
 
     def rejoin(self, worker: int, number: int) -> None:
-        """Let a worker that lost its connection, not its life, be a member again.
+        """Readmit a worker that lost its connection; its next request has `number`.
 
-        It will ask next, or again, for `number`. A centre restored from a snapshot knows nothing of
-        the worker's numbers and takes its word.
+        A centre restored from a snapshot does not know the worker's numbers and accepts this one.
         """
         self.members.add(worker)
         self._ever.add(worker)
         self._numbers.setdefault(worker, number - 1)
         if self._script is None:
-            self._pass(Event(RETURN, worker))
+            self._pass(OrderEntry(RETURN, worker))
 
     def leave(self, worker: int) -> None:
-        """Forget a worker that left or died, and what it had asked for; what it gave stays."""
+        """Remove a worker that left or died, with its open requests; what it wrote stays."""
         if worker in self.members and self._script is None:
-            self._pass(Event(LEAVE, worker))
+            self._pass(OrderEntry(LEAVE, worker))
         self.members.discard(worker)
         self._held = deque(held for held in self._held if held.worker != worker)
         self._repeats = deque(r for r in self._repeats if r.request.worker != worker)
 
     def arrive(self, request: Request) -> None:
-        """Take a request in; ProtocolError if this worker may not make it."""
+        """Queue a request; raise ProtocolError if this worker may not make it."""
         self._check_member(request)
         if request.kind not in (JOIN, LOOK):
             last = self._numbers[request.worker]
@@ -187,8 +184,8 @@ class ServedCenter:
         self._held.append(request)
         self.max_queue = max(self.max_queue, len(self._held))
 
-    def next(self) -> Action | None:
-        """Return what to do now, or None until something arrives or somebody leaves."""
+    def next(self) -> Answer | None:
+        """Return what to do now, or None: wait for an arrival or a departure."""
         if self._repeats:
             self.num_repeated += 1
             return self._repeats.popleft()
@@ -200,16 +197,14 @@ class ServedCenter:
                 return self._settle(request)
         return None
 
-    # --- parts ---------------------------------------------------------------------------------
-
-    def _pass(self, event: Event) -> None:
-        """Count a worker out, or in again."""
-        if event.kind == LEAVE:
-            self._sharing.discard(event.worker)
+    def _pass(self, entry: OrderEntry) -> None:
+        """Record that a worker left or returned."""
+        if entry.kind == LEAVE:
+            self._sharing.discard(entry.worker)
         else:
-            self._sharing.add(event.worker)
+            self._sharing.add(entry.worker)
         if self.record is not None:
-            self.record.append(event)
+            self.record.append(entry)
 
     def _check_member(self, request: Request) -> None:
         is_member = request.worker in self.members
@@ -242,14 +237,14 @@ class ServedCenter:
         later = [worker for worker in self.members if worker > self._last_turn]
         return min(later or self.members, default=None)
 
-    def _settle(self, request: Request) -> Action:
-        """Decide on a request whose turn it is, and write the books."""
+    def _settle(self, request: Request) -> Answer:
+        """Return the answer to a request whose turn it is, and record it."""
         if request.kind == LOOK:
             return Serve(request, self.version, 0)
         staleness = self.version - request.version
         is_served = self._is_acceptable(request, staleness)
         if self.record is not None:
-            self.record.append(Event(request.kind, request.worker, is_served))
+            self.record.append(OrderEntry(request.kind, request.worker, is_served))
         self._numbers[request.worker] = request.number
         if request.kind == JOIN:
             self.members.add(request.worker)
@@ -266,18 +261,18 @@ class ServedCenter:
         return Serve(request, self.version, max(0, staleness))
 
     def _is_acceptable(self, request: Request, staleness: int) -> bool:
-        """Say whether a write may go ahead; a replay repeats the verdict that was recorded.
+        """Return whether to apply a write; a replay repeats the recorded verdict.
 
-        A push that saw a version this centre never had comes from before it was restored.
+        A push with a version that this centre never had was made before it was restored.
         """
         if self._script is not None:
             return self._script.popleft().is_served
         return request.kind != PUSH or 0 <= staleness <= self.limit
 
 
-def parse_order(text: str) -> list[Event]:
-    """Read a recorded order, one event a line."""
-    events = []
+def parse_order(text: str) -> list[OrderEntry]:
+    """Return the entries of a recorded order, one per line."""
+    entries = []
     for number, line in enumerate(text.splitlines(), 1):
         kind, _, rest = line.strip().partition(" ")
         worker, _, verdict = rest.partition(" ")
@@ -287,5 +282,5 @@ def parse_order(text: str) -> list[Event]:
                 f"line {number} of the recorded order is {line!r}: it should be like 'push 3' or "
                 f"'push 3 refused'"
             )
-        events.append(Event(kind, int(worker), verdict == ""))
-    return events
+        entries.append(OrderEntry(kind, int(worker), verdict == ""))
+    return entries

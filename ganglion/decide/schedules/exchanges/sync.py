@@ -1,4 +1,4 @@
-"""When workers exchange together: steps are counted, exchanges start, finish late, commit or not.
+"""When workers exchange together: after which steps exchanges start and end, and if they commit.
 
 An exchange of weights after `step` steps starts when that many are done, and is due `delay` steps
 later. With fragments, each part of the weights has its own turn (streaming). For tau = 4:
@@ -8,7 +8,7 @@ later. With fragments, each part of the weights has its own turn (streaming). Fo
     2 fragments, delay 1           1s  1e  0s  0e  1s  1e  0s       0s: starts, 0e: ends
 
 All members vote at the end of every exchange: it is applied by all of them or by none. Members
-come and go only where nothing is in flight, so P and alpha change for all at the same exchange.
+change only while nothing is in flight, so P and alpha change for all at the same exchange.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Exchange:
 
 
 class SyncExchange:
-    """Counts steps, and says which exchanges start, end, and were agreed upon.
+    """Counts steps, and decides which exchanges start, end and are applied.
 
-    `begins_at_zero`: the weights before the first step are exchanged, too (spec of EASGD); other
-    methods have nothing to average there.
+    With `begins_at_zero` the weights before the first step are exchanged, too (spec of EASGD);
+    other methods have nothing to average there.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class SyncExchange:
 
     @property
     def in_flight(self) -> tuple[Exchange, ...]:
-        """What has started and not ended, oldest first."""
+        """The exchanges that have started and not ended, oldest first."""
         return tuple(self._in_flight)
 
     def starting(self) -> list[Exchange]:
-        """Start and return the exchanges whose turn it is now; nothing when asked again."""
+        """Start and return the exchanges whose turn it is now; none when called again."""
         self._admit()
         turns = [f for f in range(self.num_fragments) if self._has_turn(f)]
         return [self._start(f, self.step + self.delay) for f in turns]
@@ -90,11 +90,11 @@ class SyncExchange:
         return [self._start(f, self.step) for f in range(self.num_fragments)]
 
     def ending(self) -> list[Exchange]:
-        """Return the exchanges that are due now, oldest first; each needs its votes."""
+        """Return the exchanges that are due now, oldest first; call `on_votes` for each."""
         return [exchange for exchange in self._in_flight if exchange.due <= self.step]
 
     def on_votes(self, exchange: Exchange, votes: Mapping[int, bool]) -> bool:
-        """End an exchange with the votes of its members; return whether it is applied, by all."""
+        """End an exchange with the votes of its members; return whether all apply it."""
         if exchange not in self._in_flight:
             raise ProtocolError(f"exchange {exchange.number} is not in flight: it was voted on")
         if set(votes) != set(exchange.members):
@@ -115,32 +115,32 @@ class SyncExchange:
         self._started_here.clear()
 
     def change_members(self, members: Iterable[int]) -> None:
-        """Let these be the members from the next exchange on that starts with none in flight."""
+        """Set the members from the next exchange on that starts with none in flight."""
         self._next_members = _distinct(members)
 
     def discard(self) -> None:
-        """Give up what is in flight, because its group is gone; this step's turns come again."""
+        """Drop the exchanges in flight, whose group is lost; turns of this step come again."""
         self._started_here -= {e.fragment for e in self._in_flight if e.step == self.step}
         self.num_discarded += len(self._in_flight)
         self._given_up = self.in_flight or self._given_up
         self._in_flight.clear()
 
     def missed(self, version: int) -> tuple[Exchange, ...]:
-        """Return what was given up here and applied by another worker, which has `version`.
+        """Return the exchanges dropped here but applied by another worker, which has `version`.
 
-        All votes of an exchange may have reached some workers when a member dies, and not others.
+        When a member dies, all votes of an exchange may have reached some workers and not others.
         """
         return self._given_up[: max(0, version - self.version)]
 
     def move_to(self, step: int, version: int) -> None:
-        """Stand where another worker stands, with nothing in flight."""
+        """Continue at the step and version of another worker, with nothing in flight."""
         assert not self._in_flight, "discard first"
         if step != self.step:
             self._started_here.clear()
         self.step, self.version = step, version
 
     def resume(self, exchange: Exchange) -> None:
-        """Have an exchange in flight that a checkpoint holds the sum of."""
+        """Put an exchange in flight whose sum is in a checkpoint."""
         self._in_flight.append(exchange)
         self._num_started = max(self._num_started, exchange.number + 1)
         if exchange.step == self.step:

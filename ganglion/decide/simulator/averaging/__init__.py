@@ -1,4 +1,7 @@
-"""Elastic averaging on a virtual clock: workers, servers and their exchanges."""
+"""Elastic averaging on a virtual clock: workers, servers and their exchanges.
+
+The order of exchanges comes from `schedules.exchanges`; no weights are computed.
+"""
 
 from ganglion.decide.simulator.averaging.plan import (
     AveragingFigures,

@@ -1,4 +1,4 @@
-"""What averaging costs: one price for every message and byte, and closed forms for reductions.
+"""The costs of averaging: one price for every message and byte, and closed forms of reductions.
 
 With n ranks, a message of m bytes in k parts takes M = k L + m B (L a message, B a byte):
 
@@ -29,7 +29,7 @@ PassSeconds = float | Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class MessagePrice:
-    """What one message costs on a link: so much each, and so much a byte."""
+    """The seconds of a message on a link: a fixed part and a part per byte."""
 
     message_s: float = 0.0
     byte_s: float = 0.0
@@ -41,9 +41,9 @@ class MessagePrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingCosts:
-    """Times of compute, prices of links, sizes of what travels.
+    """Times of compute, prices of links, sizes of messages.
 
-    `host_link` joins the host and a worker, `device_link` two workers, and batches come over
+    `host_link` joins the host and a worker, `device_link` two workers; batches arrive over
     `data_link`. `host_center_s` and `device_center_s` are updates of the centre. The `rank` of a
     disturbance is a worker.
     """
@@ -73,7 +73,7 @@ class AveragingCosts:
     def pass_of(self, worker: int, step: int, start_s: float) -> float:
         """Return the seconds of one forward and backward that begin at `start_s`.
 
-        What disturbs the worker also makes the update behind it longer: that is in the pass, too.
+        A disturbance also prolongs the update after the pass; that is included here.
         """
         work_s = self.pass_s(worker, step) if callable(self.pass_s) else self.pass_s
         mine = [one for one in self.disturbances if one.rank == worker]
@@ -82,19 +82,19 @@ class AveragingCosts:
         return end_of(work_s + self.update_s, start_s, mine) - start_s - self.update_s
 
     def data_s(self) -> float:
-        """Return the seconds in which a batch gets to its worker."""
+        """Return the seconds in which a batch reaches its worker."""
         return self.data_link.of(self.batch_bytes) if self.batch_bytes else 0.0
 
     def num_parts(self, is_packed: bool) -> int:
-        """Return how many messages carry the weights: one, or one for each tensor."""
+        """Return how many messages carry the weights: one, or one per tensor."""
         return 1 if is_packed else len(self.tensor_bytes)
 
     def weights_s(self, is_packed: bool) -> float:
-        """Return the seconds of the weights between the host and one worker."""
+        """Return the seconds in which the weights move between the host and one worker."""
         return self.host_link.of(self.num_bytes, self.num_parts(is_packed))
 
     def reduction_s(self, num_ranks: int, link: MessagePrice, is_packed: bool) -> float:
-        """Return the seconds in which `num_ranks` sum up the weights, and all have the result."""
+        """Return the seconds in which `num_ranks` sum the weights and all get the result."""
         if num_ranks == 1:
             return 0.0
         size, parts = self.num_bytes, self.num_parts(is_packed)
@@ -134,7 +134,7 @@ def two_level_s(
 
 
 def jittered(pass_s: float, deviation: float, seed: int) -> Callable[[int, int], float]:
-    """Return passes that vary by a share `deviation` around their mean, the same for a seed."""
+    """Return pass times that vary around `pass_s` by a share `deviation`, repeatable by seed."""
 
     def of(worker: int, step: int) -> float:
         drawn = random.Random(f"{seed} {worker} {step}").gauss(1.0, deviation)

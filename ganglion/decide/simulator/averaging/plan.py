@@ -1,13 +1,13 @@
-"""What the averaging of a plan adds to its steps on a cluster: from a worker's step to the run's.
+"""The costs of averaging in a plan on a cluster: from the step of a worker to the step of the run.
 
     step of a worker     the pipeline alone, without a sum over `data`
     exchange             synchronous: a ring along `data` for each column of ranks, all at once;
                          served: what all ranks of a worker hold goes to the servers and back
-    every tau steps      the machines of schedules/ on a virtual clock, hidden by the pass or not
+    every tau steps      the exchange on a virtual clock, hidden by the pass or not
 
-Original EASGD of a run lets all workers compute, and exchanges in order of their numbers: equal
-workers come in that order by themselves, so it is first come first served here. Without a lock,
-shared memory is read and written at the rate of the links inside a node.
+In the Original EASGD of a run all workers compute, and exchange in the order of their numbers;
+equal workers arrive in that order anyway, so it is simulated as first come first served. Without a
+lock, shared memory is read and written at the rate of the links inside a node.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NUM_ROUNDS = 20  # exchanges of each worker that are simulated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingFigures:
-    """What the exchanges of a plan cost; `worker_step_s` is a step without any."""
+    """The costs of the exchanges of a plan; `worker_step_s` is a step without any."""
 
     method: str
     num_workers: int
@@ -45,16 +45,16 @@ class AveragingFigures:
     exchange_bytes: int  # of one worker, one way
     worker_step_s: float
     step_s: float  # with exchanges, the mean of all
-    exchange_s: float  # of one, if nobody else wants one
-    exposed_s: float  # of one, that no pass hides, waiting for others included
+    exchange_s: float  # of one, without contention
+    exposed_s: float  # of one, not hidden by a pass, waiting for others included
     exposed_share: float  # of all time
     mean_staleness: float
     num_steps: int  # of each worker that were simulated
-    disturbed_s: float = 0.0  # what slow workers and pauses add to a step, in the mean of these
+    disturbed_s: float = 0.0  # what disturbances add to a step, in the mean of these
 
 
 def without_sums(times: Sequence[StageTimes]) -> list[StageTimes]:
-    """Return the times of stages whose replicas do not sum gradients, and never wait."""
+    """Return the times of stages whose replicas neither sum gradients nor wait for each other."""
     return [replace(one, reduce_s=0.0, gradient_bytes=0, jitter=0.0) for one in times]
 
 
@@ -69,14 +69,14 @@ def average_plan(
     seed: int = 0,
     disturbances: tuple[Disturbance, ...] = (),
 ) -> AveragingFigures:
-    """Return what averaging makes of steps that take one worker `worker_step_s`.
+    """Return the costs of averaging steps that take one worker `worker_step_s`.
 
     The `rank` of each of the `disturbances` is a worker; see `worker_disturbances`.
     """
     name = _simulated(plan.averaging, overlap)
     update_s = min(worker_step_s, max(one.update_s for one in times))
     if not METHODS[name].is_elastic:
-        update_s = 0.0  # what is pushed is what the update did: it counts as a part of the pass
+        update_s = 0.0  # the update is what is pushed: it counts as a part of the pass
     pass_s, deviation = worker_step_s - update_s, max(one.jitter for one in times)
     link, size = _link(plan, times, cluster)
     costs = AveragingCosts(
@@ -130,10 +130,10 @@ def worker_disturbances(
     pipe: int,
     step_s: Callable[[int, tuple[Disturbance, ...]], float],
 ) -> tuple[Disturbance, ...]:
-    """Return what disturbed ranks are to their workers, which have `pipe` ranks each.
+    """Return disturbances of workers, with `pipe` ranks each, for disturbances of ranks.
 
-    A rank that stands still holds its whole pipeline up. One that is slow delays it by less than
-    its own factor: `step_s(worker, disturbances)`, the steps of a worker by itself, tells how much.
+    A rank that pauses stops its whole pipeline. A slow one delays it by less than its own factor,
+    found from `step_s(worker, disturbances)`: the step of a worker alone.
     """
     found = []
     for one in disturbances:
@@ -146,7 +146,7 @@ def worker_disturbances(
 
 
 def _check_reached(disturbances: Sequence[Disturbance], end_s: float, num_steps: int) -> None:
-    """Refuse what comes after all that is simulated: it would be told to have no effect."""
+    """Raise ConfigError for a disturbance after the simulated time: it would have no effect."""
     for one in disturbances:
         if one.start_s >= end_s:
             raise ConfigError(
@@ -156,7 +156,7 @@ def _check_reached(disturbances: Sequence[Disturbance], end_s: float, num_steps:
 
 
 def _simulated(method: str, overlap: bool) -> str:
-    """Return which method of the simulator has the exchanges of one of a run."""
+    """Return the simulated method that has the exchanges of a run's method."""
     if method == SYNC_EASGD:
         return "sync_easgd_3" if overlap else "sync_easgd_2"
     if method == ORIGINAL_EASGD:
@@ -166,8 +166,8 @@ def _simulated(method: str, overlap: bool) -> str:
 
 
 def _overlaps(method: str, overlap: bool) -> bool | None:
-    """Return False where no pass can hide an exchange, else None: as the method has it."""
-    # Memory without a lock is read and written between backward and step.
+    """Return False where no pass can hide an exchange, else None: the method's default."""
+    # Without a lock, memory is read and written between backward and step.
     return None if overlap and method != HOGWILD_EASGD else False
 
 

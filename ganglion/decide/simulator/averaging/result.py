@@ -1,19 +1,19 @@
-"""What a simulated averaging tells: events in order, and where the time of one rank went.
+"""The result of a simulated averaging: events in order, and how one rank spent its time.
 
 The events are all that the arithmetic needs, in the order in which it must be done:
 
     read       a worker's handler reads the centre, without a lock
-    write      and moves the centre by what it made of that
+    write      and moves the centre by the change it computed
     exchange   both at once: the centre moves to a worker, which gets the centre as it was
     push       a gradient changes the centre, and its worker gets the result
     gather     an exchange with all workers at once
     reduce     all gradients change the centre, and all workers get it
     step       a worker's own update, with the centre it got last if that is new
 
-Time is that of the rank that is watched: the host where it takes all turns, else worker 0. What
-that rank does itself counts in full, what it waits for only where it waits: this is how table 3 of
-the paper counts (You, Buluc, Demmel 2017), where the passes of Original EASGD vanish behind its
-messages, and the messages of Sync EASGD 3 behind its passes.
+The time is that of one watched rank: the host where it takes all turns, else worker 0. Its own work
+counts in full, other work only while the rank waits for it. So counts table 3 of the paper (You,
+Buluc, Demmel 2017), where the passes of Original EASGD vanish behind its messages, and the messages
+of Sync EASGD 3 behind its passes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-READ, WRITE, EXCHANGE, PUSH = "read", "write", "exchange", "push"
-GATHER, REDUCE, STEP = "gather", "reduce", "step"
+from ganglion.decide.schedules.exchanges import EXCHANGE, PUSH
+
+READ, WRITE, GATHER, REDUCE, STEP = "read", "write", "gather", "reduce", "step"
 EVERYONE = -1
 
 PARAM_DEV_DEV, DATA_HOST_DEV, PARAM_HOST_DEV = "param_dev_dev", "data_host_dev", "param_host_dev"
@@ -59,17 +60,17 @@ class AveragingSimulation:
 
     @property
     def watched_s(self) -> float:
-        """All the time of the rank that is watched."""
+        """The total time of the watched rank."""
         return sum(self.seconds.values())
 
     @property
     def communication_share(self) -> float:
-        """The share of its time that was communication."""
+        """The share of the watched time that was communication."""
         return sum(self.seconds[name] for name in COMMUNICATION) / self.watched_s
 
     @property
     def batch_s(self) -> float:
-        """Seconds for each mini-batch, of whichever worker."""
+        """Seconds per mini-batch, over all workers."""
         return self.total_s / self.num_batches
 
     def shares(self) -> dict[str, float]:
@@ -78,7 +79,7 @@ class AveragingSimulation:
 
 
 class Books:
-    """Where a simulation writes down events and seconds while it runs."""
+    """Collects the events and seconds of a simulation while it runs."""
 
     def __init__(self) -> None:
         self.events: list[AveragingEvent] = []

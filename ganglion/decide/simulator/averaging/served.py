@@ -6,23 +6,17 @@ import heapq
 
 from ganglion.decide.plan import ROUND_ROBIN
 from ganglion.decide.schedules.exchanges import (
-    EXCHANGE as ASK_EXCHANGE,
-)
-from ganglion.decide.schedules.exchanges import (
+    EXCHANGE,
     FIRST_COME,
     JOIN,
+    PUSH,
     Refuse,
     Repeat,
     Request,
     ServedCenter,
 )
-from ganglion.decide.schedules.exchanges import (
-    PUSH as ASK_PUSH,
-)
 from ganglion.decide.simulator.averaging.costs import AveragingCosts
 from ganglion.decide.simulator.averaging.result import (
-    EXCHANGE,
-    PUSH,
     READ,
     STEP,
     WRITE,
@@ -35,7 +29,7 @@ _BEGIN, _ASKED, _READ, _SERVED = "begin", "asked", "read", "served"
 
 
 class _Center:
-    """The machine of schedules/, with every worker a member and its requests numbered."""
+    """A ServedCenter with every worker a member and requests numbered."""
 
     def __init__(self, num_workers: int, order: str) -> None:
         self.turns = ServedCenter(num_workers, order)
@@ -45,12 +39,12 @@ class _Center:
         self._numbers = [0] * num_workers
 
     def ask(self, kind: str, worker: int, seen: int) -> None:
-        """Put in the next request of a worker that has seen version `seen`."""
+        """Queue the next request of a worker that has seen version `seen`."""
         self._numbers[worker] += 1
         self.turns.arrive(Request(kind, worker, self._numbers[worker], seen))
 
     def serve(self, time_s: float, kind: str, step: int) -> AveragingEvent:
-        """Carry out the request whose turn it is."""
+        """Execute the request whose turn it is."""
         action = self.turns.next()
         assert action is not None and not isinstance(action, Repeat), "a worker waits for its turn"
         worker = action.request.worker
@@ -60,7 +54,7 @@ class _Center:
 
 
 class RoundRobin:
-    """Original EASGD: one worker a turn, by number; watches the host."""
+    """Original EASGD: one worker at a time, by number; watches the host."""
 
     def __init__(
         self, costs: AveragingCosts, num_workers: int, is_packed: bool, overlaps: bool
@@ -73,7 +67,7 @@ class RoundRobin:
         self._books = Books()
 
     def run(self, name: str, num_batches: int) -> AveragingSimulation:
-        """Take as many turns as there are batches."""
+        """Return the simulation of one turn per batch."""
         num_workers, now_s = len(self._free_s), 0.0
         for turn in range(num_batches):
             now_s = self._turn(now_s, turn % num_workers, turn // num_workers)
@@ -81,11 +75,11 @@ class RoundRobin:
         return self._books.close(name, num_workers, num_batches, total_s)
 
     def _turn(self, now_s: float, worker: int, step: int) -> float:
-        """Return when the host has updated the centre; the worker's update may take longer."""
+        """Simulate one turn; return when the host has updated the centre."""
         costs = self._costs
         data_s, moved_s = costs.data_s(), 2 * self._weights_s
         pass_s = costs.pass_of(worker, step, max(now_s, self._free_s[worker]) + data_s)
-        # With one worker, its last update may not be over yet.
+        # A lone worker may still be busy with its last update.
         late_s = max(0.0, self._free_s[worker] - now_s)
         exposed_s = max(0.0, late_s + pass_s - moved_s) if self._overlaps else late_s + pass_s
         here_s = 0.0 if self._overlaps else costs.update_s  # the host waits for it
@@ -103,7 +97,7 @@ class RoundRobin:
         return end_s
 
     def _write_down(self, end_s: float, step_s: float, worker: int, step: int) -> None:
-        self._center.ask(ASK_EXCHANGE, worker, self._seen[worker])
+        self._center.ask(EXCHANGE, worker, self._seen[worker])
         event = self._center.serve(end_s, EXCHANGE, step)
         assert event.worker == worker, "round robin goes by number"
         self._seen[worker] = event.version
@@ -140,7 +134,7 @@ class Served:
         self._last_s = 0.0
 
     def run(self, name: str, num_batches: int) -> AveragingSimulation:
-        """Let workers begin passes until there are no batches left."""
+        """Return the simulation; workers begin passes until no batches are left."""
         self._num_left = num_batches
         happen = {
             _BEGIN: self._begin,
@@ -160,7 +154,7 @@ class Served:
         self._num_planned += 1
 
     def _begin(self, now_s: float, worker: int) -> None:
-        """Begin a pass; workers that overlap send their weights meanwhile, others ask after it."""
+        """Begin a pass; workers that overlap send their weights during it, others after it."""
         self._last_s = max(self._last_s, now_s)
         if self._num_left == 0:
             return
@@ -176,7 +170,7 @@ class Served:
             self._step_alone(worker)
 
     def _has_turn(self, step: int) -> bool:
-        """Say whether a step exchanges: elastic workers before it, others after it."""
+        """Return whether a step exchanges: elastic workers before it, others after it."""
         return (step if self._is_elastic else step + 1) % self._tau == 0
 
     def _step_alone(self, worker: int) -> None:
@@ -200,7 +194,7 @@ class Served:
         self._plan(begin_s + self._weights_s + update_s, _SERVED, worker)
 
     def _read(self, now_s: float, worker: int) -> None:
-        """Let a handler without lock look at the centre, and come back with its update."""
+        """Read the centre without a lock; the update follows after its computation."""
         if self._is_elastic:
             version = self._center.turns.version
             self._seen[worker] = version
@@ -209,16 +203,18 @@ class Served:
         self._plan(now_s + self._costs.host_center_s, _SERVED, worker)
 
     def _served(self, now_s: float, worker: int) -> None:
+        kind = self._kind()
         if not self._has_lock:
-            self._center.ask(self._kind(), worker, self._seen[worker])
-        event = self._center.serve(now_s, self._what(), self._steps[worker])
+            self._center.ask(kind, worker, self._seen[worker])
+            kind = WRITE if self._is_elastic else kind
+        event = self._center.serve(now_s, kind, self._steps[worker])
         assert event.worker == worker, "all wait for the same time, so the first comes first"
         self._seen[worker] = event.version
         self._books.events.append(event)
         self._reply(now_s + self._weights_s, worker)
 
     def _reply(self, reply_s: float, worker: int) -> None:
-        """Let the worker have its answer, update if it is elastic, and go on."""
+        """Deliver the answer to the worker, which updates if it is elastic and goes on."""
         costs, end_s = self._costs, self._ends_s[worker]
         waited_s = max(0.0, reply_s - end_s)
         host_s = min(waited_s, costs.host_center_s)
@@ -230,14 +226,9 @@ class Served:
             step = AveragingEvent(done_s, STEP, worker, self._steps[worker], self._seen[worker])
             self._books.events.append(step)
         self._steps[worker] += 1
-        # Planned, not done at once: others may ask before.
+        # Planned, not done at once: requests of others may come before.
         self._plan(done_s, _BEGIN, worker)
 
     def _kind(self) -> str:
-        has_both = self._is_elastic and self._has_lock
-        return ASK_EXCHANGE if has_both else ASK_PUSH
-
-    def _what(self) -> str:
-        if not self._is_elastic:
-            return PUSH
-        return EXCHANGE if self._has_lock else WRITE
+        """Return the kind of request: without a lock, an elastic worker pushes its change."""
+        return EXCHANGE if self._is_elastic and self._has_lock else PUSH

@@ -1,4 +1,4 @@
-"""Averaging on a virtual clock: the exchange machines of schedules/, for each method of the paper.
+"""Averaging on a virtual clock, for each method of the paper (You, Buluc, Demmel 2017).
 
     round robin    host | data | centre down, weights up | update |        worker 1, then 2, 3 ...
                    worker      | pass ................ |
@@ -70,10 +70,10 @@ def simulate_averaging(
     is_packed: bool | None = None,
     overlaps: bool | None = None,
 ) -> AveragingSimulation:
-    """Return what the method `name` does with `num_batches` mini-batches, of all workers together.
+    """Simulate the method `name` with `num_batches` mini-batches, of all workers together.
 
     `tau` steps lie between two exchanges of a worker; Original EASGD exchanges in every step.
-    `is_packed` overrules how the method sends its weights, `overlaps` whether it does so beside a
+    `is_packed` overrides how the method sends its weights, `overlaps` whether it does so during a
     pass; gradients are sent after their pass in any case.
     """
     method = _checked(name, num_workers, num_batches, tau)
@@ -129,10 +129,10 @@ def _checked(name: str, num_workers: int, num_batches: int, tau: int) -> Averagi
 def calibrated(
     costs: AveragingCosts, share: float, *, num_workers: int, half_bytes: float
 ) -> AveragingCosts:
-    """Return `costs` with one price of messages, at which Original EASGD communicates `share`.
+    """Return `costs` with a price of messages at which Original EASGD communicates `share`.
 
     A message of `half_bytes` takes twice as long as an empty one. Batches are copied ahead, so
-    they pay for their bytes only.
+    they cost their bytes only.
     """
     low_s, high_s = 0.0, 1.0
     while _share(_priced(costs, high_s, half_bytes), num_workers) < share:

@@ -20,7 +20,7 @@ from ganglion.decide.simulator.averaging.result import (
 
 
 class Synchronous:
-    """Drives SyncExchange; watches worker 0, at which the centre is unless it is on the host."""
+    """Drives SyncExchange; watches worker 0, which holds the centre unless the host does."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Synchronous:
         self._comm_s = costs.reduction_s(num_ranks, link, is_packed)
 
     def run(self, name: str, num_batches: int) -> AveragingSimulation:
-        """Let every worker take the same number of steps."""
+        """Return the simulation in which every worker takes the same number of steps."""
         num_workers = len(self._free_s)
         for step in range(num_batches // num_workers):
             self._step(step)
