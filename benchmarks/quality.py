@@ -33,7 +33,7 @@ from ganglion import parallelize
 from ganglion.cli.environment import cache_folder
 from ganglion.cli.train import prepare_data
 from ganglion.decide.config import Override, RunFile, load_run_file, resolve
-from ganglion.decide.config.recipes import QUICKSTART, recipe
+from ganglion.decide.config.files import QUICKSTART, recipe
 from ganglion.execute.comm import torch_world
 from ganglion.execute.models import loss_function
 from ganglion.execute.train.job import build_blocks, open_source

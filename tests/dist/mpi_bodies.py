@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from ganglion.cli.overrides import split_overrides
 from ganglion.decide.config import Override, RunFile, load_run_file, resolve
-from ganglion.decide.config.recipes import QUICKSTART, recipe
+from ganglion.decide.config.files import QUICKSTART, recipe
 from ganglion.decide.topology import Mesh
 from ganglion.errors import CommError
 from ganglion.execute.comm import MAX, SUM, torch_world

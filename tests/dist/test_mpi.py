@@ -43,7 +43,7 @@ from ganglion.cli.launch.signals import forwarded_signals
 from ganglion.cli.launch.mpi import run_under_mpiexec
 from ganglion.cli.overrides import split_overrides
 from ganglion.decide.config import Override, load_run_file, resolve
-from ganglion.decide.config.recipes import QUICKSTART, recipe
+from ganglion.decide.config.files import QUICKSTART, recipe
 
 keys = [Override(*pair) for pair in split_overrides(["train", *sys.argv[2:]])[1]]
 file = load_run_file(recipe(QUICKSTART), keys, QUICKSTART)

@@ -21,7 +21,7 @@ from ganglion.decide.config import (
     render_run_file,
     resolve,
 )
-from ganglion.decide.config.recipes import QUICKSTART, recipe
+from ganglion.decide.config.files import QUICKSTART, recipe
 from ganglion.decide.config.tensor_checks import check_vocabulary
 from ganglion.decide.plan import AVERAGINGS, Plan
 from ganglion.errors import ConfigError, GanglionError, LayoutError, UnknownKeyError

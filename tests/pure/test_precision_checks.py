@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ganglion.decide.config import Override, check_plan, load_run_file, resolve
-from ganglion.decide.config.precision_checks import verdict_delay
+from ganglion.decide.config.checks import verdict_delay
 from ganglion.decide.config.schema import RunFile
 from ganglion.decide.plan import PRECISIONS, Plan
 from ganglion.errors import ConfigError, NotBuiltError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ganglion import Plan
 from ganglion.decide.config import RunFile
-from ganglion.decide.config.run_folder import MEMORY_FILE
+from ganglion.decide.config.files import MEMORY_FILE
 from ganglion.decide.costs import Memory
 from ganglion.decide.predict import MemoryOptions, predicted_memory
 from ganglion.decide.predict.measured_memory import counted_categories, write_memory

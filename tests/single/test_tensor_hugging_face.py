@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ganglion import Plan, parallelize
-from ganglion.decide.config.hugging_face_checks import FAMILIES, check_hugging_face
+from ganglion.decide.config.tensor_checks import FAMILIES, check_hugging_face
 from ganglion.decide.topology import Mesh
 from ganglion.errors import LayoutError
 from ganglion.execute.comm import SoloGroup, World, run_threads

@@ -1,17 +1,17 @@
-"""The run file: schema, loading, recipes, and its resolution into a Plan with every check."""
+"""The run file: schema, reading, writing, recipes, and its resolution into a checked Plan.
 
-from ganglion.decide.config.averaging_checks import (
+Everything is decided from numbers, before a launch: no data are read and nothing is measured here.
+"""
+
+from ganglion.decide.config.checks import (
     DEFAULT_BETA,
+    check_error_feedback,
     check_flushes,
+    check_precision,
     given_rates,
+    verdict_delay,
 )
-from ganglion.decide.config.load import Override, known_keys, load_run_file, read_toml
-from ganglion.decide.config.model import expected_shape, model_shape, own_code_key
-from ganglion.decide.config.precision_checks import check_precision, verdict_delay
-from ganglion.decide.config.recipes import QUICKSTART, recipe
-from ganglion.decide.config.render import render_run_file
-from ganglion.decide.config.resolve import check_error_feedback, check_plan, resolve
-from ganglion.decide.config.run_folder import (
+from ganglion.decide.config.files import (
     CHECKPOINTS,
     LOGS,
     MEMORY_FILE,
@@ -19,11 +19,20 @@ from ganglion.decide.config.run_folder import (
     MODEL_FILE,
     PLAN_FILE,
     PREDICTION_FILE,
+    QUICKSTART,
     RUN_FILE,
     RUNS,
     TENSORBOARD,
     TRACE,
+    Override,
+    known_keys,
+    load_run_file,
+    read_toml,
+    recipe,
+    render_run_file,
 )
+from ganglion.decide.config.model import expected_shape, model_shape, own_code_key
+from ganglion.decide.config.resolve import check_plan, resolve
 from ganglion.decide.config.schema import (
     AveragingSection,
     MemorySection,

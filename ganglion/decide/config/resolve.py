@@ -6,21 +6,22 @@ numbers and one remedy.
 
 from __future__ import annotations
 
-from ganglion.decide.config.averaging_checks import check_averaging
+from ganglion.decide.config.checks import (
+    check_averaging,
+    check_error_feedback,
+    check_precision,
+    check_steps,
+)
 from ganglion.decide.config.model import num_blocks
-from ganglion.decide.config.precision_checks import check_precision
 from ganglion.decide.config.schema import ModelSection, RunFile
 from ganglion.decide.config.tensor_checks import check_tensor_axes
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import (
-    BUILT_IN,
-    Registry,
     canonical_schedule,
     check_planned,
-    planned_schedule,
     planned_stage_map,
 )
-from ganglion.errors import ConfigError, LayoutError
+from ganglion.errors import LayoutError
 
 
 def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
@@ -53,13 +54,7 @@ def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
         averaging=run.averaging.method,
         servers=run.averaging.servers,
     )
-    check_planned(plan)
-    check_model(run.model, plan)
-    check_tensor_axes(run, plan)
-    check_error_feedback(run.optimizer.error_feedback, plan)
-    check_averaging(run, plan)
-    check_precision(run.optimizer.error_feedback, plan)
-    check_steps(run)
+    _check(run, plan)
     return plan
 
 
@@ -77,8 +72,13 @@ def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
             f"train.global_batch_size = {run.train.global_batch_size}: set it to "
             f"{plan.global_batch_size}"
         )
+    _check(run, plan)
+
+
+def _check(run: RunFile, plan: Plan) -> None:
+    """Refuse settings that do not go with the plan or with each other."""
     check_planned(plan)
-    check_model(run.model, plan)
+    _check_model(run.model, plan)
     check_tensor_axes(run, plan)
     check_error_feedback(run.optimizer.error_feedback, plan)
     check_averaging(run, plan)
@@ -86,22 +86,7 @@ def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
     check_steps(run)
 
 
-def check_error_feedback(wanted: bool, plan: Plan, schedules: Registry = BUILT_IN) -> None:
-    """Refuse error feedback unless every stage's gradients are late by exactly one update."""
-    if not wanted:
-        return
-    late = [planned_schedule(plan, rank, schedules).staleness for rank in range(plan.pipe)]
-    if set(late) == {1}:
-        return
-    why = "has none that are late" if not any(late) else f"has stages that are late by {late}"
-    raise ConfigError(
-        f"optimizer.error_feedback = true corrects gradients that are late by one update, but "
-        f'parallel.schedule = "{plan.schedule}" {why}: set optimizer.error_feedback = false, or '
-        f'parallel.schedule = "two_bw"'
-    )
-
-
-def check_model(model: ModelSection, plan: Plan) -> None:
+def _check_model(model: ModelSection, plan: Plan) -> None:
     """Refuse a model that does not fit the plan's axes."""
     blocks = num_blocks(model)
     num_stages = planned_stage_map(plan).num_stages if plan.pipe > 1 else 1
@@ -117,15 +102,6 @@ def check_model(model: ModelSection, plan: Plan) -> None:
         raise LayoutError(
             f"parallel.stage_boundaries = {list(plan.stage_boundaries)} cuts after the last of "
             f"{blocks} blocks: the last cut must be below {blocks}"
-        )
-
-
-def check_steps(run: RunFile) -> None:
-    """Refuse step numbers that contradict each other."""
-    if run.train.stop_at > run.train.steps:
-        raise LayoutError(
-            f"train.stop_at = {run.train.stop_at} lies beyond train.steps = {run.train.steps}: "
-            f"lower it, or set 0 to run to the end"
         )
 
 
@@ -151,7 +127,7 @@ def _data_size(run: RunFile, num_processes: int | None) -> int:
 
 
 def _start(count: int) -> str:
-    """Say how to get another number of processes, whoever starts them."""
+    """Return how to get another number of processes, under any launcher."""
     return f"start {count} (--nproc, torchrun --nproc-per-node or srun --ntasks {count})"
 
 
