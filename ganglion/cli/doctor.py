@@ -1,4 +1,4 @@
-"""`ganglion doctor`: what this machine offers, and proof that two processes can talk."""
+"""`ganglion doctor`: versions, hardware and extras, and a test that two processes can talk."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _probe(console: Console) -> int:
         with tempfile.TemporaryDirectory(prefix="ganglion-doctor-") as logs:
             config = launch_config(2, DefaultLogsSpecs(log_dir=logs))
             results = elastic_launch(config, probe_ranks)()
-    except Exception as error:  # whatever went wrong, the report must say it
+    except Exception as error:  # of any kind: it belongs into the report
         console.print("two ranks", style="bold")
         console.print(f"all-reduce FAILED: {error}", markup=False)
         return 1
@@ -103,7 +103,7 @@ def _probe(console: Console) -> int:
 
 
 def _speeds(probe: Probe) -> Table:
-    """Return what a message (one way) and an all-reduce take between two ranks here."""
+    """Return the times of a message (one way) and an all-reduce between two ranks."""
     table = Table(title="two ranks", title_justify="left", title_style="bold", box=None)
     carriers = list(dict.fromkeys(carrier for carrier, _, _ in probe.times_s))
     for column in ("", *carriers):

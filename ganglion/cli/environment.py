@@ -17,6 +17,11 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def cores_per_rank(num_local_ranks: int) -> int:
+    """Return an equal share of the usable cores, at least one."""
+    return max(1, usable_cores() // num_local_ranks)
+
+
 def cache_folder() -> Path:
     """Return the user's cache folder for Ganglion (XDG_CACHE_HOME is honoured)."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -1,7 +1,7 @@
-"""The run folder: prepared before anything is launched, and never spoilt by a refused resume.
+"""The run folder: prepared before ranks start, and unchanged by a resume that is refused.
 
-A resumed run may change its settings. They are written as `run.toml.next` and `plan.json.next`
-and take their final names only when the checkpoint has accepted them.
+A resumed run may change its settings. They are written as `run.toml.next` and `plan.json.next` and
+get their final names only when the checkpoint has accepted them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEXT = ".next"
 
 
 def prepare_folder(file: RunFile, plan: Plan, name: str, *, resume: bool) -> Path:
-    """Make the run folder, or take the one to resume, and write the resolved run into it."""
+    """Create the run folder, or reuse the one to resume, and write the resolved run into it."""
     folder = Path(file.output.dir) if file.output.dir else _new_folder(name)
     if not resume and _has_results(folder):
         raise ConfigError(
@@ -49,13 +49,13 @@ def prepare_folder(file: RunFile, plan: Plan, name: str, *, resume: bool) -> Pat
 
 
 def accept_resumed(folder: Path) -> None:
-    """Make the settings of a resumed run the run's own."""
+    """Give the settings of a resumed run their final names."""
     for name in (RUN_FILE, PLAN_FILE):
         (folder / (name + _NEXT)).replace(folder / name)
 
 
 def read_folder(folder: Path, *, resumed: bool = False) -> tuple[RunFile, Plan]:
-    """Read a run's resolved file and plan back; `resumed`: those not accepted yet."""
+    """Return the resolved run file and plan of a folder; `resumed`: those not accepted yet."""
     ending = _NEXT if resumed else ""
     run_path, plan_path = (folder / (name + ending) for name in (RUN_FILE, PLAN_FILE))
     if not run_path.exists():
@@ -65,7 +65,7 @@ def read_folder(folder: Path, *, resumed: bool = False) -> tuple[RunFile, Plan]:
 
 
 def newest_run(name: str = "") -> Path:
-    """Return the run below `runs/` with the newest checkpoint, among those of this name."""
+    """Return the run below `runs/` with the newest checkpoint whose name begins with `name`."""
     folders = [path.parent for path in Path(RUNS).glob(f"{name}*/{RUN_FILE}")]
     newest = {f: p for f in folders if (p := latest_checkpoint(f / CHECKPOINTS)) is not None}
     if not newest:
@@ -93,7 +93,7 @@ def _new_folder(name: str) -> Path:
 
 
 def _as_resolved(file: RunFile, plan: Plan, folder: Path) -> RunFile:
-    """Write every decision of the plan into the file, so that it alone gives the same run again."""
+    """Return the file with every decision of the plan, so that it alone gives the same run."""
     changes: dict[str, dict[str, object]] = {
         "parallel": {
             **plan.mesh().sizes(),

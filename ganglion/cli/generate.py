@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_text_model(file: RunFile) -> bool:
-    """Say whether a run's model reads and writes text."""
+    """Return whether a run's model reads and writes text."""
     return file.data.kind == "text" and file.model.kind == "gpt" and not file.model.build
 
 
@@ -26,14 +26,14 @@ def sample_text(
     top_k: int = 0,
     seed: int = 0,
 ) -> str:
-    """Return `prompt` and what the newest weights of a run add to it."""
+    """Return `prompt` continued by the newest weights of a run."""
     file, _ = read_folder(folder)
     if not is_text_model(file):
         raise ConfigError(
             f"{folder} holds no text model (model.kind = {file.model.kind!r}, data.kind = "
             f'{file.data.kind!r}): generate needs "gpt" trained on "text"'
         )
-    import torch  # refusals, like the help, must answer without it
+    import torch  # late: refusals must not wait for it
 
     from ganglion.execute.data import load_tokenizer
     from ganglion.execute.models import generate

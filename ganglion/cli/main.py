@@ -65,7 +65,7 @@ def shared_options(
 
 
 def _overrides(context: typer.Context, transport: str | None = None) -> Overrides:
-    """Return the keys that were set on the command line, `--transport` being one of them."""
+    """Return the run-file keys set on the command line, `--transport` among them."""
     given: Overrides = context.obj["overrides"]
     return given if transport is None else (*given, ("parallel.transport", transport))
 
@@ -190,7 +190,7 @@ def schedule(
     seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
-    """Draw a pipeline schedule and say what it costs."""
+    """Draw a pipeline schedule and print its costs."""
     from ganglion.cli.schedule import ScheduleRequest, schedule_command
     from ganglion.decide.costs import StageTimes
     from ganglion.decide.schedules.pipeline import ScheduleOptions
@@ -267,7 +267,7 @@ def memory(
     file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to run.")],
     cluster: Annotated[
         str | None,
-        typer.Option(help="A cluster file, or a built-in one: says what fits."),
+        typer.Option(help="A cluster file, or a built-in one, to show what fits."),
     ] = None,
     nproc: Annotated[
         int | None,
@@ -276,7 +276,7 @@ def memory(
     plan: PlanOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes as JSON.")] = False,
 ) -> None:
-    """Say what each rank will hold, by category. Takes --section.key VALUE as train.
+    """Print the memory of each rank, by category. Takes --section.key VALUE as train.
 
     Ends with 1 if a rank needs more than the cluster's compute.memory_gib.
     """

@@ -14,10 +14,10 @@ _PLAIN_EVERY_S = 5.0
 
 
 class Progress:
-    """Shows step, loss, speed, share of the machine's measured peak and time left."""
+    """The step, loss, speed, share of the machine's measured peak and time left."""
 
     def __init__(self, job: Job, console: Console | None = None) -> None:
-        """Announce the job and start showing it."""
+        """Print a description of the job and start the live line, on a terminal."""
         self._job = job
         self._console = console or Console()
         self._elapsed_s = 0.0
@@ -41,7 +41,7 @@ class Progress:
             )
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Stop the live line, with the last step in it."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -59,7 +59,7 @@ class Progress:
         return bar
 
     def _is_due(self, metrics: StepMetrics) -> bool:
-        """Keep a log file readable: the ends, evaluations, and a line every few seconds."""
+        """Return whether a log file gets a line: first, last, evaluated, or some seconds later."""
         ends = metrics.step in (self._first_step + 1, self._job.last_step)
         waited = self._elapsed_s - self._shown_s >= _PLAIN_EVERY_S
         return ends or waited or metrics.val_loss is not None
@@ -85,7 +85,7 @@ class Progress:
 
 
 def describe(job: Job) -> str:
-    """Say in one line what is trained, on what and how."""
+    """Return one line with the model, the layout and the measured peak."""
     plan = job.run.plan
     axes = " x ".join(f"{axis}={size}" for axis, size in plan.mesh().sizes().items() if size > 1)
     return (

@@ -35,7 +35,7 @@ from ganglion.decide.schedules.pipeline import canonical_schedule
 from ganglion.decide.topology import Launch, read_launch
 from ganglion.errors import ConfigError
 
-# What a plan file decides; the run file's own values for these are not used beside one.
+# Keys that a plan file decides: the values of the run file are not used beside it.
 _DECIDED_BY_PLAN = (
     "parallel.",
     "memory.",
@@ -58,7 +58,7 @@ _NOT_IN_A_PLAN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What the user typed."""
+    """The options of the command line."""
 
     run_file: Path | None
     nproc: int | None
@@ -70,7 +70,7 @@ class TrainOptions:
 
 
 def train_command(options: TrainOptions) -> int:
-    """Train as the options say; return the exit code."""
+    """Train and return the exit code."""
     launch = read_launch(os.environ)
     file = read_run_file(options, launch)
     if options.print_config:
@@ -82,7 +82,7 @@ def train_command(options: TrainOptions) -> int:
 
         require_mpiexec()  # before anything is written
     if _forks_ranks(file, plan, launch):
-        start_rank_server(_RANK)  # it imports torch while the run is prepared
+        start_rank_server(_RANK)  # imports torch while the run is prepared
     if launch.rank == 0:
         warn_of_late_gradients(file, plan)
     if launch.local_rank == 0:
@@ -133,7 +133,7 @@ def _train_in_processes(options: TrainOptions, file: RunFile, plan: Plan) -> tup
 
 
 def warn_of_late_gradients(file: RunFile, plan: Plan) -> None:
-    """Say it when an optimizer that suffers from late gradients meets a schedule that has them."""
+    """Print a warning if the schedule makes gradients late and the optimizer suffers from it."""
     optimizer, is_late = file.optimizer, canonical_schedule(plan.schedule) == "two_bw"
     if is_late and optimizer.name == "adamw" and not optimizer.error_feedback:
         typer.echo(
@@ -155,7 +155,7 @@ def _wants_mpiexec(file: RunFile, plan: Plan, launch: Launch) -> bool:
 
 
 def prepare_data(file: RunFile) -> None:
-    """Refuse missing data, and turn text into tokens, before ranks wait for each other."""
+    """Raise DataError for missing data, and tokenize text, before any rank waits for another."""
     from ganglion.execute.data import find_idx_folder, prepare_tokens
 
     data = file.data
@@ -166,7 +166,7 @@ def prepare_data(file: RunFile) -> None:
 
 
 def read_run_file(options: TrainOptions, launch: Launch) -> RunFile:
-    """Return the run file with its overrides; a resumed run starts from its own."""
+    """Return the run file with its overrides; that of a resumed run is in its folder."""
     overrides = [Override(key, text) for key, text in options.overrides]
     if options.resume:
         return _read_resumed(options, overrides, launch)
@@ -176,11 +176,11 @@ def read_run_file(options: TrainOptions, launch: Launch) -> RunFile:
 
 
 def _read_resumed(options: TrainOptions, overrides: list[Override], launch: Launch) -> RunFile:
-    """Lay the user's wishes over the run's own file, in the folder where the run is now."""
+    """Return the run file of the folder to resume, or the given one, with the overrides."""
     given = read_toml(options.run_file) if options.run_file is not None else {}
     folder = _resumed_folder(options, overrides, given)
     tables = given or read_toml(folder / RUN_FILE)
-    softened = [Override("train.stop_at", "0")]  # where it stopped is not where it shall stop
+    softened = [Override("train.stop_at", "0")]  # the run goes on past its last stop
     if options.nproc is not None or launch.launcher != "alone":
         softened.append(Override("parallel.data", "auto"))
     source = str(options.run_file or folder / RUN_FILE)
@@ -206,12 +206,12 @@ def _resumed_folder(
 def fitted_plan(
     options: TrainOptions, file: RunFile, launch: Launch, *, is_told: bool = True
 ) -> tuple[RunFile, Plan]:
-    """Return a run and its plan, with what its memory budget chose; refuse what cannot run."""
+    """Return the run and its plan, changed by its memory budget; raise if they cannot run."""
     if file.memory.device_gib == 0:
         plan = make_plan(options, file, launch)
         plan.require_built()
         return file, plan
-    # Without torch: whether there is a GPU, whose state may wait in the host's memory.
+    # A device file shows without torch that there is a GPU: its state may wait on the host.
     tier = "host" if Path("/dev/nvidiactl").exists() else "disk"
     fit = fit_budget(file, lambda run: make_plan(options, run, launch), tier=tier)
     if is_told and launch.rank == 0:
@@ -220,7 +220,7 @@ def fitted_plan(
 
 
 def make_plan(options: TrainOptions, file: RunFile, launch: Launch) -> Plan:
-    """Return the plan of the file or of `--plan`, checked against the processes there will be."""
+    """Return the plan of the file or of `--plan`, checked against the number of processes."""
     started = options.nproc
     if launch.launcher != "alone":
         if options.nproc is not None and options.nproc != launch.num_ranks:

@@ -35,7 +35,7 @@ _STOPPING = "\nstopping"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What the user typed; `layout` is what `train` would take."""
+    """The options of the command line; `layout` holds those of `train`."""
 
     layout: TrainOptions
     steps: int
@@ -57,7 +57,7 @@ def verify_command(options: VerifyOptions) -> int:
         code = _train_both(file, {"layout": plan, "serial": serial}, folder, options)
         return code or _compare(folder, options)
     finally:
-        if code != _FAILED:  # the logs of a failure are worth reading
+        if code != _FAILED:  # after a failure the logs are kept
             shutil.rmtree(folder)
 
 
@@ -90,7 +90,7 @@ def _check(file: RunFile, plan: Plan, launch: Launch) -> None:
         )
     if plan.num_ranks == 1:
         raise ConfigError(
-            "the layout is one process, which there is nothing to compare with: add --nproc 2, "
+            "the layout is one process, so there is nothing to compare it with: add --nproc 2, "
             "--parallel.pipe 2 or --parallel.x 2"
         )
     if file.parallel.transport == "mpi":

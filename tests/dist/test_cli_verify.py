@@ -148,7 +148,7 @@ def test_a_layout_that_a_rank_refuses_ends_in_one_line(tmp_path: Path) -> None:
     [
         (["no.toml"], "error: run file no.toml does not exist"),
         (["--train.stpes", "3"], "did you mean 'train.steps'"),
-        ([], "the layout is one process, which there is nothing to compare with: add --nproc 2"),
+        ([], "the layout is one process, so there is nothing to compare it with: add --nproc 2"),
         (["--nproc", "3"], "train.global_batch_size = 8 is not a multiple of"),
         (["--parallel.x", "3"], "model.heads = 2 cannot be split over parallel.x = 3"),
         (["--nproc", "2", "--transport", "mpi"], 'parallel.transport = "mpi" cannot be verified'),

@@ -1,9 +1,9 @@
-"""Training under mpiexec: starting it, and one rank of it.
+"""Training under mpiexec: the launcher, and the main of a rank.
 
     ganglion train --transport mpi  ->  mpiexec -n N python -m ganglion.cli.launch.mpi FOLDER ...
 
-MPI waits at its end for ranks that will never come, so a rank that fails ends all of them at once.
-mpiexec passes Ctrl-C on to the ranks, and ends them all when one dies or it is killed itself.
+MPI waits for ever for a rank that has failed, so a rank that fails ends all of them at once.
+mpiexec passes Ctrl-C on to the ranks, and ends them all when one dies or when it is killed itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def find_mpiexec(python: Path, path: str | None) -> str:
 
 
 def require_mpiexec() -> str:
-    """Return the mpiexec to use; LaunchError with a remedy if there is none."""
+    """Return the mpiexec to use, or raise LaunchError with a remedy."""
     return find_mpiexec(Path(sys.executable), os.environ.get("PATH"))
 
 
@@ -66,14 +66,14 @@ def run_under_mpiexec(
 ) -> int:
     """Train in processes of mpiexec; return 0, 1 after a failure, 128 + signal when interrupted.
 
-    `received` is the list of `forwarded_signals()`, which tells mpiexec to stop the ranks.
+    `received` is the list of `forwarded_signals()`, which passes signals on to mpiexec.
     """
     logs = folder / LOGS
     for old in logs.glob("rank*.error.txt"):
         old.unlink()
     mode = "resume" if resume else "start"
-    worker = [sys.executable, "-m", "ganglion.cli.launch.mpi", str(folder), log_level, mode]
-    command = [require_mpiexec(), "-n", str(num_processes), *worker]
+    rank = [sys.executable, "-m", "ganglion.cli.launch.mpi", str(folder), log_level, mode]
+    command = [require_mpiexec(), "-n", str(num_processes), *rank]
     command += [str(os.getpid()), socket.gethostname()]
     if received:
         return 128 + received[0]
@@ -85,7 +85,7 @@ def run_under_mpiexec(
 
 
 def _run(command: list[str], logs: Path) -> int:
-    """Run mpiexec in a session of its own: the terminal's Ctrl-C is ours to pass on."""
+    """Run mpiexec in a session of its own, since `forwarded_signals` passes Ctrl-C on."""
     with (logs / "mpiexec.stderr").open("wb") as errors:
         process = subprocess.Popen(
             command,
@@ -106,7 +106,7 @@ def _run(command: list[str], logs: Path) -> int:
 
 
 def show_progress(lines: Iterable[str], log: Path) -> None:
-    """Print what rank 0 says; what mpiexec says after a death is the last, and goes to `log`."""
+    """Print the output of rank 0; write the report that mpiexec prints after a death to `log`."""
     with log.open("w", encoding="utf-8") as file:
         died = False
         for line in lines:
@@ -118,27 +118,27 @@ def show_progress(lines: Iterable[str], log: Path) -> None:
 
 
 def show_failure(logs: Path, code: int) -> None:
-    """Print the first failure, with its rank: others are mostly its consequences."""
+    """Print the first failure, with its rank; the others mostly follow from it."""
     failures = _failures(logs)
     if failures:
         typer.echo(f"\n{failures[0].rstrip()}", err=True)
     else:
-        told = _told_by_mpiexec((logs / _MPIEXEC_STDOUT).read_text(errors="replace"))
+        report = _report_of_mpiexec((logs / _MPIEXEC_STDOUT).read_text(errors="replace"))
         typer.echo(
-            f"\nerror: a rank died and mpiexec ended the others, code {code}{told}", err=True
+            f"\nerror: a rank died and mpiexec ended the others, code {code}{report}", err=True
         )
     typer.echo(f"logs of all ranks: {logs}", err=True)
 
 
 def _failures(logs: Path) -> list[str]:
-    """Return what ranks wrote when they failed, the cause first: a lost peer is a consequence."""
+    """Return the errors that ranks wrote, the cause first and lost peers last."""
     files = sorted(logs.glob("rank*.error.txt"), key=lambda path: path.stat().st_mtime_ns)
     texts = [path.read_text(encoding="utf-8") for path in files]
     return sorted(texts, key=lambda text: "PeerLost" in text)
 
 
-def _told_by_mpiexec(text: str) -> str:
-    """Return the one useful part of what mpiexec prints when a process dies, if it is there."""
+def _report_of_mpiexec(text: str) -> str:
+    """Return process, host and cause from the report of mpiexec, as far as they are there."""
     match = re.search(r"PID (\d+) RUNNING AT (\S+)", text)
     how = re.search(r"EXIT STRING: (.+)", text)
     parts = [f"process {match[1]} on {match[2]}"] if match else []
@@ -158,24 +158,24 @@ def train_as_mpi_rank(
 
 @contextmanager
 def failing_together(rank: int, logs: Path | None = None) -> Iterator[None]:
-    """Let an error inside end all ranks, after telling it on the screen and in `logs`."""
+    """End all ranks if the body raises, after writing the error to the screen and to `logs`."""
     try:
         yield
     except KeyboardInterrupt:
         _abort(INTERRUPTED)
     except Exception as error:
         text = failure_text(rank, error)
-        # The cause shall be told first, and an error that all ranks have only once.
+        # The cause comes first, and an error that all ranks have is shown once.
         time.sleep(_SETTLE_S * (6 if isinstance(error, PeerLost) else 3 * min(rank, 1)))
         if logs is not None:
             (logs / f"rank{rank}.error.txt").write_text(text, encoding="utf-8")
         typer.echo(text, err=True, nl=False)
-        time.sleep(_SETTLE_S)  # mpiexec throws away what it has not read yet
+        time.sleep(_SETTLE_S)  # mpiexec throws away output that it has not read
         _abort(FAILED)
 
 
 def failure_text(rank: int, error: Exception) -> str:
-    """Return what the user shall see: a line for an error of ours, else with its stack."""
+    """Return one line for an error of ours, or a line and the stack for any other."""
     line = f"error: rank {rank} failed: {type(error).__name__}: {error}"
     if isinstance(error, GanglionError):
         return line + "\n"
@@ -215,7 +215,7 @@ def _keep_streams(logs: Path, rank: int) -> None:
 
 
 def main() -> None:
-    """Train as a process that `ganglion train` started: FOLDER LOG_LEVEL MODE PID HOST."""
+    """Train as a rank that `ganglion train` started: FOLDER LOG_LEVEL MODE PID HOST."""
     folder, level, mode, pid, host = Path(sys.argv[1]), *sys.argv[2:6]
     end_with_launcher(int(pid), host)
     from ganglion.execute.comm.mpi import mpi_launch
@@ -235,10 +235,10 @@ def _train(folder: Path, level: str, launch: Launch, *, resume: bool) -> None:
     log_to_screen(level, sys.stdout)
     file, plan = read_folder(folder, resumed=resume)
     timeout_s = file.train.timeout_s
-    # With servers, only some processes make a world: they find out there.
+    # With servers, only some of the processes form a world: `train_in_folder` opens it.
     world = None if plan.servers else open_mpi_world(plan.mesh(), timeout_s)
     with meeting_place(launch, plan, timeout_s) as launch:
-        # mpiexec passes on a request to stop, and may not be the only one to send it.
+        # mpiexec forwards a request to stop, and another process may send it too.
         train_in_folder(folder, launch, resume=resume, world=world, end_on_second=False)
 
 

@@ -1,4 +1,4 @@
-"""What two ranks of this machine need for a message and a sum, by every carrier: doctor's table."""
+"""Time messages and sums between two ranks of this machine, by every carrier, for the doctor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROUNDS, _WARM_UP = 12, 3
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one rank found: what `auto` chose, whether sums were right, and medians in seconds."""
+    """The results of one rank: the carrier `auto` chose, correct sums, median times."""
 
     way: str
     correct: bool
@@ -29,7 +29,7 @@ class Probe:
 
 
 def probe_ranks() -> Probe:
-    """Measure on both ranks at the same time; run by a launcher."""
+    """Measure as one of two ranks that a launcher started."""
     import torch
 
     from ganglion.decide.topology import Mesh, read_launch
@@ -65,7 +65,7 @@ def _sums(world: World, tensor: Tensor, times_s: Times, key: Key) -> bool:
 
 
 def _send(world: World, tensor: Tensor, times_s: Times, key: Key) -> None:
-    """Pass a message to and fro; a message is half of that."""
+    """Send a message there and back, and record half of the time."""
     transport, times = world.open_transport("data"), []
     peer = 1 - world.rank
     for _ in range(_ROUNDS):

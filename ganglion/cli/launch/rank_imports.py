@@ -1,7 +1,7 @@
-"""What the fork server imports for every rank, once.
+"""The imports of every rank, made once by the fork server.
 
-Collecting garbage during so many imports takes a fifth of their time and finds nothing. Frozen
-objects are not touched by later collections, so that ranks go on sharing the memory they are in.
+Collecting garbage during so many imports takes a fifth of their time and finds nothing. Later
+collections do not touch frozen objects, so ranks go on sharing their memory.
 """
 
 from __future__ import annotations

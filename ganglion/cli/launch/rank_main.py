@@ -1,4 +1,4 @@
-"""One process of a training, however it was started: here, by torch elastic, torchrun or srun."""
+"""One rank of a training, whether started here or by torch elastic, torchrun, srun or mpiexec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ganglion.cli.environment import cache_folder, log_to_file, log_to_screen, usable_cores
+from ganglion.cli.environment import cache_folder, cores_per_rank, log_to_file, log_to_screen
 from ganglion.cli.folder import accept_resumed, prepare_folder, read_folder
 from ganglion.cli.launch.signals import StopSignal
 from ganglion.cli.progress import Progress
@@ -52,11 +52,11 @@ def train_in_folder(
     world: World | None = None,
     end_on_second: bool = True,
 ) -> int:
-    """Train what a prepared run folder describes; return 0, or 128 + signal when interrupted."""
+    """Train the run of a prepared folder; return 0, or 128 + signal when interrupted."""
     with StopSignal(end_on_second=end_on_second) as stop:
         file, plan = read_folder(folder, resumed=resume)
         log_to_file(folder / LOGS / f"rank{launch.rank}.log")
-        torch.set_num_threads(file.train.threads or _threads(launch))
+        torch.set_num_threads(file.train.threads or cores_per_rank(launch.local_num_ranks))
         logger.info(
             "rank %d of %d, started by %s, %d threads, plan %s",
             *(launch.rank, launch.num_ranks, launch.launcher, torch.get_num_threads(), plan),
@@ -80,12 +80,11 @@ def train_in_folder(
 
 
 def _open_world(file: RunFile, plan: Plan, launch: Launch) -> World:
-    transport = file.parallel.transport
     return open_world(
         workers_of(launch, plan),
         plan.mesh(),
         timeout_s=file.train.timeout_s,
-        transport=transport,
+        transport=file.parallel.transport,
         meets_alone=plan.servers > 0,
     )
 
@@ -100,7 +99,7 @@ def train_under_launcher(
 
 
 def meeting_place(launch: Launch, plan: Plan, timeout_s: float) -> AbstractContextManager[Launch]:
-    """Return the launch with a place where servers and workers meet, if a launcher gives none."""
+    """Return the launch, with a meeting point of servers and workers where mpiexec gives none."""
     if launch.launcher != "mpiexec" or not plan.servers:
         return nullcontext(launch)
     from ganglion.execute.comm.mpi import meeting_point
@@ -122,7 +121,7 @@ def _train_launched(
 
 
 def _agree_on_folder(world: World, file: RunFile, plan: Plan, name: str, resume: bool) -> str:
-    """Let rank 0 prepare the folder; its refusal is everybody's."""
+    """Return the folder that rank 0 prepared; raise its error on every rank."""
     answer = ""
     if world.rank == 0:
         try:
@@ -152,18 +151,14 @@ def _resume(job: Job) -> None:
 
 def _train_watched(job: Job) -> None:
     memory = MemoryObserver(job)
-    observers = [memory, *file_observers(job)]
+    observers: list[Observer] = [memory, *file_observers(job)]
     if job.run.world.rank == 0:
         observers.append(Progress(job))
     try:
         train(job, observers)
     finally:
-        _close(observers)
-    _record_memory(job, memory)
-    job.run.world.barrier()  # whoever reads the traces of all ranks from now on finds them whole
-
-
-def _record_memory(job: Job, memory: MemoryObserver) -> None:
+        for observer in observers:
+            observer.close()
     gathered = memory.gathered()
     if job.run.world.rank == 0:
         write_memory(
@@ -174,15 +169,11 @@ def _record_memory(job: Job, memory: MemoryObserver) -> None:
             shape=job.shape,
             device=job.run.device.type,
         )
-
-
-def _close(observers: list[Observer]) -> None:
-    for observer in observers:
-        observer.close()
+    job.run.world.barrier()  # the traces of all ranks are complete from here on
 
 
 def _publish_model(folder: Path) -> None:
-    """Put the newest exported weights at the top of the run folder."""
+    """Link the newest exported weights into the top of the run folder."""
     newest = latest_checkpoint(folder / CHECKPOINTS)
     if newest is not None:
         target = folder / MODEL_FILE
@@ -193,14 +184,10 @@ def _publish_model(folder: Path) -> None:
             shutil.copyfile(newest / MODEL_FILE, target)
 
 
-def _threads(launch: Launch) -> int:
-    return max(1, usable_cores() // launch.local_num_ranks)
-
-
 def main(folder: str, log_level: str, resume: str) -> None:
-    """Train as a process that `ganglion train` started."""
+    """Train as a rank that `ganglion train` started."""
     log_to_screen(log_level, sys.stdout)
     launch = read_launch(os.environ)
-    # The parent passes a request to stop on, and may not be the only one to send it (a service
-    # manager signals every process): two signals are one request here. The parent ends us itself.
+    # The parent forwards requests to stop, and a service manager may signal every process too, so
+    # two signals can be one request here. The parent ends this rank itself.
     train_in_folder(Path(folder), launch, resume=bool(resume), end_on_second=False)

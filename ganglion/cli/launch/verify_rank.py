@@ -1,4 +1,4 @@
-"""One process of `ganglion verify`: trains as `ganglion train` does, but in fp64, and saves."""
+"""One rank of `ganglion verify`: trains as `ganglion train` does, but in fp64, and saves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ganglion.cli.environment import cache_folder, log_to_file, log_to_screen, usable_cores
+from ganglion.cli.environment import cache_folder, cores_per_rank, log_to_file, log_to_screen
 from ganglion.cli.folder import read_folder
 from ganglion.cli.launch.rank_server import accept_signals
 from ganglion.decide.config import CHECKPOINTS, LOGS, RunFile
@@ -28,17 +28,17 @@ DTYPE = torch.float64
 
 
 def train_in_double(folder: Path, launch: Launch) -> None:
-    """Train what a prepared run folder describes, and leave weights and numbers in it."""
+    """Train the run of a prepared folder; write its weights and numbers into the folder."""
     file, plan = read_folder(folder)
     log_to_file(folder / LOGS / f"rank{launch.rank}.log")
-    torch.set_num_threads(file.train.threads or max(1, usable_cores() // launch.local_num_ranks))
+    torch.set_num_threads(file.train.threads or cores_per_rank(launch.local_num_ranks))
     logger.info("rank %d of %d, plan %s", launch.rank, launch.num_ranks, plan)
     world = open_world(
         launch, plan.mesh(), timeout_s=file.train.timeout_s, transport=file.parallel.transport
     )
-    told = _train(file, plan, world, launch, folder)
+    numbers = _train(file, plan, world, launch, folder)
     if launch.rank == 0:
-        told.write(folder)
+        numbers.write(folder)
 
 
 def _train(
@@ -62,7 +62,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def main(folder: str, log_level: str, _resume: str) -> None:
-    """Train as a process that `ganglion verify` started."""
+    """Train as a rank that `ganglion verify` started."""
     accept_signals()
     log_to_screen(log_level, sys.stdout)
     train_in_double(Path(folder), read_launch(os.environ))
