@@ -1,6 +1,7 @@
-"""What happened, and when: trace events, step metrics, their files, pictures and figures.
+"""Records of real and simulated runs: trace events, step metrics, their files, pictures, figures.
 
-What explains a trace is loaded on first use: who only records one should not wait for it.
+It imports no other room, so that both halves can write it. Modules that explain a trace are loaded
+on first use, so that recording one does not wait for them.
 """
 
 from __future__ import annotations
@@ -8,23 +9,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ganglion.lazy import lazy_names
-from ganglion.trace.event import COMM, COMPUTE, HOST, LANES, NONE, Event
-from ganglion.trace.grid import render_grid
+from ganglion.trace.event import (
+    BACKWARD,
+    COMM,
+    COMPUTE,
+    FORWARD,
+    HOST,
+    LANES,
+    NONE,
+    RECEIVES,
+    REDUCE,
+    SENDS,
+    UPDATE,
+    WEIGHT,
+    Event,
+    Recorder,
+    event_to_json,
+    read_events,
+)
 from ganglion.trace.metrics import MetricsFile, StepMetrics, read_metrics
-from ganglion.trace.recorder import Recorder, event_to_json, read_events
 
 if TYPE_CHECKING:
     from ganglion.trace.critical import CriticalPath, critical_path
     from ganglion.trace.diff import KindDiff, PlaceDiff, TraceDiff, diff_traces
     from ganglion.trace.files import check_suffix, read_trace, write_trace
+    from ganglion.trace.pictures import render_grid, time_unit
     from ganglion.trace.statistics import (
-        BACKWARD,
-        FORWARD,
-        RECEIVES,
-        REDUCE,
-        SENDS,
-        UPDATE,
-        WEIGHT,
         Interval,
         LinkStatistics,
         RankStatistics,
@@ -35,7 +45,6 @@ if TYPE_CHECKING:
         summarise,
         total_s,
     )
-    from ganglion.trace.svg import time_unit
 
 __all__ = [
     "BACKWARD",
@@ -79,33 +88,17 @@ __all__ = [
     "write_trace",
 ]
 
-_HOME = {
-    "time_unit": "svg",
-    "total_s": "statistics",
-    "merged": "statistics",
-    "match_messages": "statistics",
-    "common": "statistics",
-    "Interval": "statistics",
-    "WEIGHT": "statistics",
-    "REDUCE": "statistics",
-    "FORWARD": "statistics",
-    "BACKWARD": "statistics",
-    "UPDATE": "statistics",
-    "RankStatistics": "statistics",
-    "LinkStatistics": "statistics",
-    "SENDS": "statistics",
-    "RECEIVES": "statistics",
-    "check_suffix": "files",
-    "PlaceDiff": "diff",
-    "KindDiff": "diff",
-    "critical_path": "critical",
-    "CriticalPath": "critical",
-    "TraceDiff": "diff",
-    "TraceStatistics": "statistics",
-    "diff_traces": "diff",
-    "read_trace": "files",
-    "summarise": "statistics",
-    "write_trace": "files",
+_MODULES = {
+    "critical": ("CriticalPath", "critical_path"),
+    "diff": ("KindDiff", "PlaceDiff", "TraceDiff", "diff_traces"),
+    "files": ("check_suffix", "read_trace", "write_trace"),
+    "pictures": ("render_grid", "time_unit"),
+    "statistics": (
+        *("Interval", "LinkStatistics", "RankStatistics", "TraceStatistics"),
+        *("common", "match_messages", "merged", "summarise", "total_s"),
+    ),
 }
 
-__getattr__ = lazy_names(__name__, _HOME)
+__getattr__ = lazy_names(
+    __name__, {name: module for module, names in _MODULES.items() for name in names}
+)

@@ -5,8 +5,8 @@
     rank 1, stage 1 | comm           [receive F 0]     an arrow from send to receive
                     | compute                     [F 0][B 0]
 
-Perfetto drops a slice that overlaps another one of its thread, so what happens at once on a lane
-goes to threads of their own: `comm`, `comm 2`.
+Perfetto drops a slice that overlaps another one of its thread, so concurrent events of a lane get
+threads of their own: `comm`, `comm 2`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ganglion.trace.event import LANES, NONE, Event
-from ganglion.trace.statistics import (
+from ganglion.trace.event import (
     BACKWARD,
     FORWARD,
+    LANES,
+    NONE,
     RECEIVES,
     REDUCE,
     SENDS,
     UPDATE,
     WEIGHT,
-    match_messages,
-    stages_of,
-    time_span,
+    Event,
 )
+from ganglion.trace.statistics import match_messages, stages_of, time_span
 
-# The length given to slices without one: viewers show no slice of length 0 and bind no arrow to it.
+# The length of slices that have none: viewers show no slice of length 0 and bind no arrow to it.
 MIN_SLICE_NS = 1000
 
 _LETTERS = {FORWARD: "F", BACKWARD: "B", WEIGHT: "W"}
-# Names from the fixed list of colours that the viewers know.
+# Names of colours that the viewers know.
 _COLOURS = {
     FORWARD: "thread_state_runnable",
     BACKWARD: "thread_state_iowait",
@@ -64,7 +64,7 @@ def chrome_trace(events: Sequence[Event]) -> str:
     slices, names = _threads(ordered)
     timed = [(piece.start_ns, 0, _slice_record(piece)) for piece in slices]
     timed += _arrows(slices)
-    timed.sort(key=lambda entry: entry[:2])  # at one moment: the slice before its arrow
+    timed.sort(key=lambda entry: entry[:2])  # at the same time: the slice before its arrow
     records = _process_records(ordered) + names + [record for _, _, record in timed]
     lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in records)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
@@ -112,7 +112,7 @@ def _lane_order(key: tuple[int, str]) -> tuple[int, int, str]:
 
 
 def _threads(ordered: Sequence[Event]) -> tuple[list[_Slice], list[Record]]:
-    """Place every event on a thread where it overlaps nothing, and name the threads."""
+    """Return every event on a thread where it overlaps no other, and the names of threads."""
     zero_s = time_span(ordered)[0]
     by_lane: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in ordered:
@@ -171,7 +171,7 @@ def _arguments(event: Event) -> Record:
 
 
 def _arrows(slices: Sequence[_Slice]) -> list[tuple[int, int, Record]]:
-    """Return both ends of each message: in its send at the start, in its receive at the end."""
+    """Return both ends of each arrow: at the start of its send and at the end of its receive."""
     paired = {receive.flow for _, receive in match_messages(piece.event for piece in slices)}
     entries = []
     for piece in slices:

@@ -9,11 +9,11 @@ From the event that ends last we walk back, each time to the predecessor that en
     reduce      the backward or weight before it or around it, and the collective before it
     update      its reductions, or the last backward where there are none
 
-and on the compute and host lanes what the rank did before. What remains between an event and its
-predecessor is waiting. A receive counts from the end of its send, which is when the message was on
-its way. A reduction may start in the middle of a backward: that counts up to there.
+and on the compute and host lanes the event before on the same rank. The gap between an event and
+its predecessor is waiting. A receive counts from the end of its send, when the message is on its
+way. A reduction may start in the middle of a backward: then the backward counts up to there.
 
-Collectives of several ranks are not tied together: a trace does not say who takes part in them.
+Collectives of several ranks are not connected: a trace does not contain their members.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ganglion.trace.event import COMPUTE, HOST, NONE, Event
-from ganglion.trace.statistics import (
+from ganglion.trace.event import (
     BACKWARD,
+    COMPUTE,
     FORWARD,
+    HOST,
+    NONE,
     RECEIVES,
     REDUCE,
     SENDS,
     UPDATE,
     WEIGHT,
-    is_collective,
-    match_messages,
-    time_span,
+    Event,
 )
+from ganglion.trace.statistics import is_collective, match_messages, time_span
 
 _COLLECTIVE = "any collective"
 _VERSION = "made version"
@@ -47,7 +48,7 @@ Key = tuple[int | str, ...]
 
 @dataclass(frozen=True, slots=True)
 class PathLink:
-    """An event of the path: it waited `waiting_s`, then `seconds` of it lay on the path."""
+    """An event of the path: after `waiting_s`, `seconds` of it are on the path."""
 
     event: Event
     waiting_s: float
@@ -68,7 +69,7 @@ class CriticalPath:
 
 
 def critical_path(events: Sequence[Event]) -> CriticalPath:
-    """Return the critical path of a trace; raises DataError if it is empty."""
+    """Return the critical path of a trace; raise DataError if it is empty."""
     time_span(events)
     links = tuple(reversed(list(_walk(events))))
     seconds: dict[str, float] = defaultdict(float)
@@ -86,7 +87,7 @@ def critical_path(events: Sequence[Event]) -> CriticalPath:
 def _walk(events: Sequence[Event]) -> Iterator[PathLink]:
     """Yield the links from the last to the first."""
     causes = _Causes(events)
-    # Of those that end last the longest: messages of no length end together with their cause.
+    # Of those that end last, the longest: messages of no length end together with their cause.
     event = max(events, key=lambda e: (e.end_s, e.duration_s, -e.rank))
     at_s = event.end_s
     while True:
@@ -101,7 +102,7 @@ def _walk(events: Sequence[Event]) -> Iterator[PathLink]:
 
 
 class _Causes:
-    """Finds what an event had to wait for; an event is given out once, so every walk ends."""
+    """Finds the events that an event waited for; each is returned once, so every walk ends."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._sends = {receive.flow: send for send, receive in match_messages(events)}
@@ -113,12 +114,12 @@ class _Causes:
         self._seen: set[int] = set()
 
     def start_s(self, event: Event) -> float:
-        """Return from when on an event counts."""
+        """Return the time from which an event counts."""
         send = self._sends.get(event.flow) if event.kind in RECEIVES else None
         return send.end_s if send else event.start_s
 
     def last_before(self, event: Event, at_s: float) -> Event | None:
-        """Return the predecessor that ended last; of equals, the one on the event's own lane."""
+        """Return the predecessor that ended last; among equals, the one on the event's lane."""
         self._seen.add(id(event))
         found = [cause for cause in self._of(event) if cause and id(cause) not in self._seen]
         return max(found, key=lambda cause: min(cause.end_s, at_s), default=None)
@@ -141,7 +142,7 @@ class _Causes:
         return [*around, previous]
 
     def _before_on_rank(self, event: Event) -> list[Event | None]:
-        """Return what the rank did before, as far as it does one thing after the other."""
+        """Return the events before on the same rank, of lanes that run one after the other."""
         if event.lane == COMPUTE:
             lanes: tuple[str, ...] = (COMPUTE, HOST)
         elif event.kind == UPDATE:  # beside the compute lane
@@ -162,7 +163,7 @@ class _Causes:
         return []
 
     def _gradients(self, event: Event) -> list[Event | None]:
-        """Return what made the gradients of an update: the last of the best that is known."""
+        """Return the events that made the gradients of an update: reductions, or backwards."""
         for kinds in ((REDUCE,), (BACKWARD, WEIGHT)):
             found = [self._of_stage(kind, event, self._ended) for kind in kinds]
             if any(found):
@@ -170,7 +171,7 @@ class _Causes:
         return [self._last((event.rank, COMPUTE), event)]
 
     def _weights(self, event: Event) -> Event | None:
-        """Return the update that made a forward's weights: not always the last one."""
+        """Return the update that made the weights of a forward, not always the last one."""
         if event.version == NONE:
             return self._of_stage(UPDATE, event, self._ended)
         return self._last((event.rank, _VERSION, event.stage, event.version), event)
@@ -180,7 +181,7 @@ class _Causes:
         return self._last((event.rank, kind, event.stage, event.microbatch), event)
 
     def _of_stage(self, kind: str, event: Event, index: _Index) -> Event | None:
-        """Return the last event of a kind for the same stage; a rank without stages is one."""
+        """Return the last event of a kind for the same stage, or for no stage."""
         staged = index.get((event.rank, kind, event.stage, NONE))
         found = staged or index.get((event.rank, kind, NONE, NONE))
         return found.last(event.start_s, self._seen) if found else None
@@ -191,7 +192,7 @@ class _Causes:
 
 
 class _Row:
-    """Events in order of one of their times."""
+    """Events sorted by start or by end."""
 
     def __init__(self, timed: list[tuple[float, Event]]) -> None:
         timed.sort(key=lambda pair: pair[0])
@@ -199,7 +200,7 @@ class _Row:
         self._events = [event for _, event in timed]
 
     def last(self, time_s: float, seen: set[int]) -> Event | None:
-        """Return the last one up to `time_s` that was not seen before."""
+        """Return the last event up to `time_s` that is not in `seen`."""
         at = bisect_right(self._times, time_s)
         while at and id(self._events[at - 1]) in seen:
             at -= 1
@@ -217,7 +218,7 @@ def _index(entries: Iterable[tuple[Key, float, Event]]) -> _Index:
 
 
 def _keys(event: Event) -> Iterator[Key]:
-    """Yield all under which an event can be asked for."""
+    """Yield all keys of an event."""
     rank, kind, stage = event.rank, event.kind, event.stage
     yield rank, kind, stage, event.microbatch
     if event.microbatch != NONE:

@@ -1,9 +1,8 @@
-"""A predicted trace against a measured one: where the time went that was not expected.
+"""A predicted trace compared with a measured one: where the difference in time comes from.
 
-All numbers are per step and per rank, so that one simulated step of one replica can be laid over a
-hundred measured steps of four. A stage's span is the time from its first to its last event of a
-step, for all steps together: what lies between two steps is left out. It is split without
-remainder:
+All numbers are per step and per rank, so that one simulated step of one replica can be compared
+with a hundred measured steps of four. A stage's span is the time from its first to its last event
+of a step, summed over all steps: time between two steps is left out. It has three parts:
 
     span = compute + link + waiting
     compute   the stage computes, or updates its weights
@@ -20,9 +19,8 @@ from dataclasses import dataclass, fields
 from statistics import median
 
 from ganglion.errors import ConfigError, DataError
-from ganglion.trace.event import COMPUTE, NONE, Event
+from ganglion.trace.event import COMPUTE, NONE, UPDATE, Event
 from ganglion.trace.statistics import (
-    UPDATE,
     Interval,
     common,
     match_messages,
@@ -49,9 +47,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTimes:
-    """Events of one kind at one place: how many and how long, per step and rank.
+    """Number and time of events of one kind at one place, per step and rank.
 
-    `median_s` is that of a single event.
+    `median_s` is the median of single events.
     """
 
     count: float = 0.0
@@ -70,7 +68,7 @@ class KindDiff:
 
     @property
     def residual_s(self) -> float:
-        """Return how much longer a step took for this than predicted."""
+        """How much longer than predicted this took per step."""
         return self.measured.total_s - self.predicted.total_s
 
 
@@ -95,7 +93,7 @@ class PlaceDiff:
 
     @property
     def largest_cause(self) -> str:
-        """Return the part that differs most: compute, link or waiting."""
+        """The part that differs most: compute, link or waiting."""
         return max(CAUSES, key=lambda cause: abs(getattr(self.difference, f"{cause}_s")))
 
 
@@ -118,8 +116,8 @@ def diff_traces(
 ) -> TraceDiff:
     """Compare two traces stage by stage; rank by rank if one of them has no stages.
 
-    The number of steps of a trace is that of different steps among its updates (else among all its
-    events, else 1), unless given. Raises DataError if a trace is empty or they share no place.
+    Unless given, the number of steps of a trace is that of different steps among its updates (else
+    among all its events, else 1). Raise DataError if a trace is empty or they share no place.
     """
     traces = (predicted, measured)
     by_stage = all(any(event.stage != NONE for event in trace) for trace in traces)
@@ -133,7 +131,7 @@ def diff_traces(
 
 
 def count_steps(events: Sequence[Event]) -> int:
-    """Return how many steps a trace shows; raises DataError if it is empty."""
+    """Return the number of steps in a trace; raise DataError if it is empty."""
     time_span(events)
     updates = {event.step for event in events if event.kind == UPDATE} - {NONE}
     return len(updates or {event.step for event in events} - {NONE}) or 1
@@ -230,7 +228,7 @@ def _spent(events: Sequence[Event], num_steps: int, by_stage: bool) -> dict[Plac
 
 
 def _spent_on(events: Sequence[Event], links: list[Interval], busy: list[Interval]) -> Spent:
-    """Split the span of a place's events on one rank, whose work of any stage is `busy`."""
+    """Return the parts of a place's span on one rank, which computes any stage in `busy`."""
     span = _span(events)
     compute_s = total_s(merged((e.start_s, e.end_s) for e in events if _is_work(e)))
     link_s = outside_s(common(merged(links), span), busy)
@@ -239,11 +237,11 @@ def _spent_on(events: Sequence[Event], links: list[Interval], busy: list[Interva
 
 
 def _span(events: Sequence[Event]) -> list[Interval]:
-    """Return from when to when a place was at work on any of its steps."""
+    """Return the spans of the steps of a place, merged."""
     updates = sorted((e.end_s, e.step) for e in events if e.kind == UPDATE and e.step != NONE)
     by_step: dict[int, list[Event]] = defaultdict(list)
     for event in events:
-        # A simulated computation does not tell its step: it is that of the next update.
+        # A simulated computation has no step: it is that of the next update.
         following = bisect_left(updates, (event.end_s, NONE))
         next_step = updates[following][1] if following < len(updates) else NONE
         by_step[next_step if event.step == NONE else event.step].append(event)

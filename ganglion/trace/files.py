@@ -1,4 +1,4 @@
-"""Traces in files: a run's folder of events read back, and one trace written in any format."""
+"""Trace files: read the events of a run folder, write a trace in any format."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ganglion.errors import ConfigError, DataError
 from ganglion.trace.chrome import chrome_trace
-from ganglion.trace.event import LANES, NONE, Event
+from ganglion.trace.event import LANES, NONE, Event, event_to_json, is_json
+from ganglion.trace.pictures import svg_picture
 from ganglion.trace.png import write_png
-from ganglion.trace.recorder import event_to_json
-from ganglion.trace.svg import svg_picture
 
 FOLDER = "trace"
 EVENTS = ".jsonl"
@@ -25,22 +24,22 @@ _NUMBERS = tuple(name for name in Event._fields if name not in (*_TEXTS, *_TIMES
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Read an events file, or all those of a trace folder or run folder, ordered by start.
+    """Return the events of a file, or of all files of a trace or run folder, ordered by start.
 
-    Raises DataError, with file and line, for what is no event; a last line that a crash left
-    half-written is dropped. A resumed run counts its messages anew: their flow numbers are moved,
-    so that they stay unique in what is returned.
+    Raise DataError, with file and line, for a line that is no event; a last line that a crash left
+    incomplete is dropped. A resumed run counts its messages anew: their flow numbers are shifted,
+    so that they stay unique.
     """
     events: list[Event] = []
     for parts in _generations(_event_files(path)):
         found = [event for part in parts for event in _read_file(part)]
         first = max((event.flow for event in events), default=NONE) + 1
-        events += [_moved(event, first) for event in found] if first else found
+        events += [e if e.flow == NONE else e._replace(flow=e.flow + first) for e in found]
     return sorted(events, key=lambda event: (event.start_s, event.end_s, event.rank))
 
 
 def write_trace(events: Sequence[Event], path: Path, title: str = "") -> None:
-    """Write as the suffix says: .jsonl events, .json for Chrome and Perfetto, .svg or .png."""
+    """Write in the format of the suffix: .jsonl, .json (Chrome and Perfetto), .svg or .png."""
     check_suffix(path)
     try:
         if path.suffix == ".png":
@@ -81,31 +80,19 @@ def _event_files(path: Path) -> list[Path]:
 
 
 def _generations(files: Iterable[Path]) -> list[list[Path]]:
-    """Bring together the files that ranks wrote in one launch: same name but for the rank."""
+    """Return the files by launch: those whose names differ only in the rank."""
     found: dict[str, list[Path]] = {}
     for file in files:
         found.setdefault(re.sub(r"^rank\d+", "rank", file.name), []).append(file)
     return list(found.values())
 
 
-def _moved(event: Event, first_flow: int) -> Event:
-    return event if event.flow == NONE else event._replace(flow=event.flow + first_flow)
-
-
 def _read_file(path: Path) -> list[Event]:
     text = path.read_text(encoding="utf-8", errors="replace")
-    lines = text.split("\n")  # not splitlines: it knows line ends that JSON does not
-    if not _is_json(lines[-1]):
-        lines.pop()  # an unfinished line, or the nothing behind the last one
+    lines = text.split("\n")  # not splitlines, which splits at characters that JSON allows
+    if not is_json(lines[-1]):
+        lines.pop()  # incomplete, or empty after the last line end
     return [_event(line, f"{path}:{at}") for at, line in enumerate(lines, 1) if line.strip()]
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return True
 
 
 def _event(line: str, where: str) -> Event:
@@ -123,7 +110,7 @@ def _event(line: str, where: str) -> Event:
 
 
 def _wrong_field(event: Event) -> str:
-    """Return the name of a field whose value no event can have, or nothing."""
+    """Return the name of a field with an invalid value, or ""."""
     for name in _TIMES:
         value = getattr(event, name)
         if type(value) not in (int, float) or not math.isfinite(value):

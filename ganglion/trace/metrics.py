@@ -1,4 +1,4 @@
-"""The metrics record: what a run reports about itself once a step, in every topology."""
+"""Step metrics: the record that a run writes once a step, in every topology."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ganglion.trace.event import is_json
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One step; `step` counts finished updates, so the first record has step 1.
 
-    `val_loss` is present only on steps that evaluated; under elastic averaging it is that of the
-    centre, and numbers of worker 0 come with each step: exchanges so far, its distance from the
-    centre as a share of the centre's norm, the seconds it has waited for exchanges, how many of
-    its writes had missed 0, 1, 2 ... versions of the centre (`staleness`), and of the last exchange
-    what docs/averaging.md explains. Under fp16 each step tells its loss scale and whether an
-    overflow let it be skipped.
+    `val_loss` is present only on steps that evaluated. Under elastic averaging it is that of the
+    centre, and each step has numbers of worker 0: exchanges so far, its distance from the centre as
+    a share of the centre's norm, the seconds it has waited for exchanges, how many of its writes
+    had missed 0, 1, 2 ... versions of the centre (`staleness`), and those of the last exchange
+    (docs/averaging.md). Under fp16 each step has its loss scale and whether an overflow skipped it.
     """
 
     step: int
@@ -52,7 +53,7 @@ class StepMetrics:
     skipped: bool | None = None
 
     def to_json(self) -> str:
-        """Return one line of JSON; non-finite numbers become null, for JSON has none."""
+        """Return one line of JSON; non-finite numbers, which JSON lacks, become null."""
         known = {key: value for key, value in asdict(self).items() if value is not None}
         return json.dumps({key: _finite(value) for key, value in known.items()})
 
@@ -62,22 +63,14 @@ def _finite(value: float | list[int]) -> float | list[int] | None:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Read a metrics file back; a null number reads as not-a-number.
+    """Return the records of a metrics file; a null number becomes NaN.
 
-    A last line that a crash left half-written is ignored; any other bad line is an error.
+    A last line that a crash left incomplete is ignored; any other bad line is an error.
     """
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
-    if lines and not _is_json(lines[-1]):
+    if lines and not is_json(lines[-1]):
         lines.pop()
     return [_from_record(json.loads(line)) for line in lines]
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return True
 
 
 def _from_record(record: dict[str, float | None]) -> StepMetrics:
@@ -89,12 +82,16 @@ def _from_record(record: dict[str, float | None]) -> StepMetrics:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: appended and flushed once a step, so that a crash loses at most a line."""
+    """`metrics.jsonl`, appended and flushed once a step, so that a crash loses at most a line."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         """Open for the steps after `first_step`; drop later lines, which a resumed run repeats."""
         if path.exists():
-            _rewrite(path, [r for r in read_metrics(path) if r.step <= first_step])
+            kept = [r for r in read_metrics(path) if r.step <= first_step]
+            # Replaced in one step: a crash leaves the old file or the new one.
+            beside = path.with_name(path.name + ".tmp")
+            beside.write_text("".join(r.to_json() + "\n" for r in kept), encoding="utf-8")
+            beside.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepMetrics) -> None:
@@ -105,10 +102,3 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file; further writes are errors."""
         self._file.close()
-
-
-def _rewrite(path: Path, records: list[StepMetrics]) -> None:
-    """Replace a file by these records in one step: a crash leaves the old one or the new one."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text("".join(r.to_json() + "\n" for r in records), encoding="utf-8")
-    beside.replace(path)

@@ -1,4 +1,4 @@
-"""A trace as a PNG file: the picture of `svg.py`, painted by matplotlib."""
+"""A trace as a PNG file: the picture of `pictures.py`, painted by matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ganglion.errors import ConfigError
 from ganglion.trace.event import Event
-from ganglion.trace.svg import PAPER, Box, Picture, Words, draw
+from ganglion.trace.pictures import PAPER, Box, Picture, Words, draw
 
 PX_PER_INCH = 100.0
 POINTS_PER_INCH = 72.0
@@ -19,7 +19,7 @@ _ALIGNED = {"start": "left", "middle": "center", "end": "right"}
 
 
 def write_png(events: Sequence[Event], path: Path, title: str = "") -> None:
-    """Write the picture at twice its size in dots; raises ConfigError without matplotlib."""
+    """Write the picture at twice its size in dots; raise ConfigError without matplotlib."""
     picture = draw(events, title)
     figure = _figure(picture)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -35,7 +35,7 @@ def write_png(events: Sequence[Event], path: Path, title: str = "") -> None:
 
 
 def _figure(picture: Picture) -> Any:
-    # A Figure of its own, not pyplot: no window system is asked for, and no state is kept.
+    # A Figure, not pyplot: that needs no window system and keeps no state.
     size = (picture.width / PX_PER_INCH, picture.height / PX_PER_INCH)
     return _module("matplotlib.figure").Figure(figsize=size, facecolor=PAPER)
 

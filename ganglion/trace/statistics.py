@@ -1,9 +1,9 @@
-"""What a trace says in numbers: who was busy, who idled, what the links carried.
+"""Statistics of a trace: busy and idle times of ranks, bubbles, use of links and axes.
 
-Everything is measured on unions of intervals, so that two things at once are not counted twice:
+All times are lengths of unions of intervals, so that concurrent events are not counted twice:
 
     compute  ##### ######    ###      busy: the length of this
-    comm        =====  ======         exposed: what of this has nothing above it
+    comm        =====  ======         exposed: the part of this with nothing above it
 """
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ganglion.errors import DataError
-from ganglion.trace.event import COMM, COMPUTE, NONE, Event
-
-FORWARD = "forward"
-BACKWARD = "backward"
-WEIGHT = "weight"
-REDUCE = "reduce"
-UPDATE = "update"
-SENDS = ("send_forward", "send_backward")
-RECEIVES = ("receive_forward", "receive_backward")
+from ganglion.trace.event import (
+    BACKWARD,
+    COMM,
+    COMPUTE,
+    FORWARD,
+    NONE,
+    RECEIVES,
+    SENDS,
+    UPDATE,
+    WEIGHT,
+    Event,
+)
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatistics:
-    """One rank. `busy_s` holds, by kind and on any lane, how long at least one such event ran.
+    """One rank. `busy_s` is the time with at least one event of a kind, on any lane.
 
-    `compute_s` is how long the compute lane was busy; `bubble` is 1 - compute_s / the compute span
+    `compute_s` is the busy time of the compute lane; `bubble` is 1 - compute_s / the compute span
     of the whole trace (first start to last end of any computation, on any rank), so filling and
-    draining a pipeline count. `exposed_comm_s` is how long the rank computed nothing while a
-    message to it (from its hand-over at the sender) or one of its collectives was under way.
+    draining a pipeline count. `exposed_comm_s` is the time in which the rank computed nothing while
+    a message to it (from the start of its send) or one of its collectives was under way.
     `peak_live`: the most (stage, microbatch) pairs between the start of their forward and the end
     of their backward, or weight. `versions`, by stage: the most weight versions in use at once, by
-    live microbatches or as the newest; empty where the trace tells none.
+    live microbatches or as the newest; empty where the trace has none.
     """
 
     rank: int
@@ -73,9 +76,9 @@ class AxisStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceStatistics:
-    """A whole trace; `span_s` runs from the first start to the last end on any lane.
+    """A whole trace; `span_s` is the time from the first start to the last end on any lane.
 
-    `num_unmatched` counts sends and receives whose other end the trace does not hold.
+    `num_unmatched` counts sends and receives whose other end is not in the trace.
     """
 
     span_s: float
@@ -87,7 +90,7 @@ class TraceStatistics:
 
 
 def summarise(events: Sequence[Event]) -> TraceStatistics:
-    """Return the statistics of a trace; raises DataError if it is empty."""
+    """Return the statistics of a trace; raise DataError if it is empty."""
     start_s, end_s = time_span(events)
     messages = match_messages(events)
     num_ends = sum(event.kind in SENDS or event.kind in RECEIVES for event in events)
@@ -104,7 +107,7 @@ def summarise(events: Sequence[Event]) -> TraceStatistics:
 
 
 def time_span(events: Sequence[Event]) -> Interval:
-    """Return the first start and the last end; raises DataError if there are no events."""
+    """Return the first start and the last end; raise DataError if there are no events."""
     if not events:
         raise DataError(
             "the trace holds no events; record one with trace.enabled = true in the run file"
@@ -120,19 +123,19 @@ def match_messages(events: Iterable[Event]) -> list[tuple[Event, Event]]:
 
 
 def is_collective(event: Event) -> bool:
-    """Say whether an event is communication of a group, not a message between two."""
+    """Return whether an event is communication of a group, not a message between two ranks."""
     return event.lane == COMM and event.kind not in SENDS and event.kind not in RECEIVES
 
 
 def under_way(
     events: Iterable[Event], messages: Iterable[tuple[Event, Event]]
 ) -> dict[int, list[tuple[int, Interval]]]:
-    """Return by rank when something it may wait for was under way, each with its stage."""
+    """Return by rank the (stage, interval) of the messages and collectives it may wait for."""
     sent_s = {receive.flow: send.start_s for send, receive in messages}
     found: dict[int, list[tuple[int, Interval]]] = defaultdict(list)
     for event in events:
         if event.kind in RECEIVES:
-            # Clocks of two ranks agree only so far: a message never ends before it begins.
+            # The clocks of two ranks differ a little: a message must not end before it begins.
             begin_s = min(sent_s.get(event.flow, event.start_s), event.end_s)
             found[event.rank].append((event.stage, (begin_s, event.end_s)))
         elif is_collective(event):
@@ -157,7 +160,7 @@ def total_s(union: Iterable[Interval]) -> float:
 
 
 def common(union: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return what two unions share; both as `merged` returns them."""
+    """Return the intersection of two unions; both as `merged` returns them."""
     shared: list[Interval] = []
     here = there = 0
     while here < len(union) and there < len(others):
@@ -173,12 +176,12 @@ def common(union: Sequence[Interval], others: Sequence[Interval]) -> list[Interv
 
 
 def outside_s(union: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """Return how much of one union lies outside another; both as `merged` returns them."""
+    """Return the length of one union outside another; both as `merged` returns them."""
     return total_s(union) - total_s(common(union, others))
 
 
 def stages_of(events: Iterable[Event]) -> dict[int, tuple[int, ...]]:
-    """Return the stages each rank of a trace works for, in order; a rank may have none."""
+    """Return the stages of each rank of a trace, in order; a rank may have none."""
     found: dict[int, set[int]] = defaultdict(set)
     for event in events:
         found[event.rank].update(() if event.stage == NONE else (event.stage,))
@@ -219,7 +222,7 @@ def _busy_s(events: Iterable[Event]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Life:
-    """A microbatch on a stage: what the trace does not show of it lies outside the trace."""
+    """A live microbatch on a stage; ends that are not in the trace lie outside its span."""
 
     stage: int
     version: int
@@ -250,7 +253,7 @@ def _lives(events: Iterable[Event], span: Interval) -> list[_Life]:
 
 
 def _peak(lives: Iterable[_Life]) -> int:
-    # At one moment, what ends goes before what begins.
+    # At the same time, ends come before starts.
     changes = [(life.start_s, 1) for life in lives] + [(life.end_s, -1) for life in lives]
     live = peak = 0
     for _, change in sorted(changes):

@@ -13,9 +13,8 @@ import pytest
 
 from ganglion.errors import ConfigError, DataError
 from ganglion.trace.chrome import chrome_trace, event_name, sub_lanes
-from ganglion.trace.event import COMM, COMPUTE, HOST, Event
+from ganglion.trace.event import COMM, COMPUTE, HOST, Event, event_to_json
 from ganglion.trace.files import read_trace, write_trace
-from ganglion.trace.recorder import event_to_json
 
 Record = dict[str, Any]
 

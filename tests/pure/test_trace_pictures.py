@@ -11,8 +11,8 @@ import pytest
 
 from ganglion.errors import ConfigError, DataError
 from ganglion.trace.event import COMM, COMPUTE, HOST, Event
+from ganglion.trace.pictures import Box, draw, round_ticks, svg_picture, time_unit
 from ganglion.trace.png import write_png
-from ganglion.trace.svg import Box, draw, round_ticks, svg_picture, time_unit
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

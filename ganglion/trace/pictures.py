@@ -1,8 +1,14 @@
-"""A trace as a picture: a row per rank, time to the right, colour by kind.
+"""A trace as a picture, in letters or in colours: a row per rank, time to the right.
 
 `draw` turns events into rectangles and words in pixels; `svg_picture` writes those as SVG, and
-`png.py` paints the same ones. The picture brings its own light background, so that it reads on a
-dark page too; the colours are those of Okabe and Ito, told apart by colour-blind people.
+`png.py` paints them as PNG. The picture has a light background of its own, so that it is readable
+on a dark page too; colour-blind people can distinguish its colours, those of Okabe and Ito.
+
+`render_grid` draws letters:
+
+    0  0123a4b5c6d7efgh          digits: forward of that microbatch (last digit)
+    1  .012a3b4c5d6e7fgh         letters: its backward, a for 0, b for 1; capitals: its weight half
+    2  ..0a1b2c3d4e5f6g7h        .: idle
 """
 
 from __future__ import annotations
@@ -53,7 +59,7 @@ UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns"))
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A filled rectangle in pixels; `outlined` sets it apart from its neighbours."""
+    """A filled rectangle in pixels; `outlined` separates it from its neighbours."""
 
     x: float
     y: float
@@ -79,7 +85,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """What to paint, in order: boxes, then words."""
+    """Boxes and words, painted in this order."""
 
     width: float
     height: float
@@ -89,7 +95,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """From seconds to pixels."""
+    """The map from seconds to pixels."""
 
     zero_s: float
     span_s: float
@@ -100,8 +106,33 @@ class _Scale:
         return self.left + (time_s - self.zero_s) / self.span_s * self.plot
 
 
+def render_grid(events: Sequence[Event], max_columns: int = 100) -> list[str]:
+    """Return one line per rank; a column is the shortest computation, or more to fit the width."""
+    shown = [event for event in events if event.lane == COMPUTE]
+    if not shown:
+        return []
+    end_s = max(event.end_s for event in shown)
+    shortest_s = min(event.duration_s for event in shown if event.duration_s > 0)
+    column_s = max(shortest_s, end_s / max_columns)
+    num_columns = max(1, round(end_s / column_s))
+    ranks = sorted({event.rank for event in shown})
+    rows = {rank: ["."] * num_columns for rank in ranks}
+    for event in shown:
+        first, last = round(event.start_s / column_s), round(event.end_s / column_s)
+        for column in range(first, min(max(last, first + 1), num_columns)):
+            rows[event.rank][column] = _letter(event)
+    return [f"{rank:3d}  {''.join(rows[rank])}" for rank in ranks]
+
+
+def _letter(event: Event) -> str:
+    digit = event.microbatch % 10
+    if event.kind == "forward":
+        return str(digit)
+    return ("ABCDEFGHIJ" if event.kind == "weight" else "abcdefghij")[digit]
+
+
 def svg_picture(events: Sequence[Event], title: str = "") -> str:
-    """Return a self-contained SVG document; raises DataError if there are no events."""
+    """Return a self-contained SVG document; raise DataError if there are no events."""
     picture = draw(events, title)
     size = f'width="{picture.width:g}" height="{picture.height:g}"'
     view = f'viewBox="0 0 {picture.width:g} {picture.height:g}"'
@@ -116,7 +147,7 @@ def svg_picture(events: Sequence[Event], title: str = "") -> str:
 
 
 def time_unit(span_s: float) -> tuple[float, str]:
-    """Return how many of a unit make a second, and its name, such that the span reads well."""
+    """Return a unit in which the span is easy to read: its number per second and its name."""
     fitting = [unit for unit in UNITS if span_s * unit[0] >= 1]
     return fitting[0] if fitting else UNITS[0 if span_s <= 0 else -1]
 
@@ -131,7 +162,7 @@ def round_ticks(span: float, most: int) -> list[float]:
 
 
 def draw(events: Sequence[Event], title: str = "") -> Picture:
-    """Return the picture of a trace; raises DataError if there are no events."""
+    """Return the picture of a trace; raise DataError if there are no events."""
     start_s, end_s = time_span(events)
     stages = stages_of(events)
     names = {rank: _short(rank_name(rank, mine)) for rank, mine in stages.items()}
@@ -147,7 +178,7 @@ def draw(events: Sequence[Event], title: str = "") -> Picture:
 
 
 class _Sheet:
-    """A picture being drawn, from top to bottom; `y` is where it goes on."""
+    """A picture drawn from top to bottom; `y` is the top of the next row."""
 
     def __init__(self, scale: _Scale, stages: Mapping[int, Sequence[int]]) -> None:
         self.scale = scale
@@ -165,7 +196,7 @@ class _Sheet:
     def picture(self) -> Picture:
         width, height = self.scale.left + self.scale.plot + 2 * EDGE_PX, self.y + EDGE_PX
         paper = Box(0, 0, width, height, PAPER)
-        # Boxes of one look are brought together, so that it is written once.
+        # Boxes that look the same are grouped, so that their style is written once.
         boxes = sorted(self.boxes, key=lambda box: (box.fill, box.outlined, box.opacity))
         return Picture(
             width=math.ceil(width),
@@ -189,7 +220,7 @@ class _Sheet:
         self._top = self.y
 
     def rows(self, events: Iterable[Event], names: Mapping[int, str]) -> None:
-        """Draw by rank a row of computations, and thin ones of communication and host work."""
+        """Draw for each rank a row of computations, and thin ones of communication and host."""
         lanes: dict[str, dict[int, list[Event]]] = {lane: {} for lane in (COMPUTE, COMM, HOST)}
         for event in sorted(events, key=lambda event: (event.start_s, event.end_s)):
             lanes.get(event.lane, lanes[HOST]).setdefault(event.rank, []).append(event)
@@ -206,7 +237,7 @@ class _Sheet:
             self.y += GAP_PX
 
     def _row(self, events: Iterable[Event], height: float, colour: str) -> list[tuple[Event, Box]]:
-        """Draw a row; what would be hidden behind the least width of a box is left out."""
+        """Draw a row; boxes hidden behind others of the least width are left out."""
         self.behind.append(Box(self.scale.left, self.y, self.scale.plot, height, colour))
         found: list[tuple[Event, Box]] = []
         drawn_to = 0.0
@@ -267,7 +298,7 @@ def _stacked(by_rank: Mapping[int, list[Event]]) -> tuple[int, dict[tuple[int, i
     """Return the depth of a thin lane and its events by (rank, sub-lane)."""
     found: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for rank, events in by_rank.items():
-        # Whole nanoseconds: two that follow each other shall not overlap by a rounding error.
+        # In whole nanoseconds: consecutive events must not overlap by a rounding error.
         lanes = sub_lanes([(round(event.start_s, 9), round(event.end_s, 9)) for event in events])
         for event, lane in zip(events, lanes, strict=True):
             found[rank, lane].append(event)
@@ -318,7 +349,7 @@ def _px(value: float) -> str:
 
 
 def _safe(text: str) -> str:
-    """Escape for XML, which has no words at all for control characters."""
+    """Return the text escaped for XML, which cannot contain control characters."""
     return html.escape(
         "".join(letter if letter.isprintable() else " " for letter in text), quote=False
     )
