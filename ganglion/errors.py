@@ -1,16 +1,16 @@
-"""Every error a user can meet, in one tree.
+"""All errors that a user can see, in one tree.
 
     GanglionError
     |-- ConfigError          a run file or an override is wrong; names the user's key
-    |   |-- UnknownKeyError  a key nobody reads; names the nearest known one
+    |   |-- UnknownKeyError  an unknown key; names the nearest known one
     |   |-- LayoutError      numbers that do not fit together: axes, batch, heads, blocks
-    |   `-- NotBuiltError    a valid wish this version cannot fulfil yet
+    |   `-- NotBuiltError    a valid request that this version cannot carry out
     |-- DataError            a corpus, tokenizer or data set that cannot be used
     |-- CheckpointError      missing, incomplete, corrupt or mismatching saved state
     |-- LaunchError          processes could not be started or could not meet
     |-- OffloadError         a memory tier that is full, slow past its deadline or failing
     |-- PipelineError        an action of a stage failed; names rank, stage and microbatch
-    `-- CommError            ranks failed to talk
+    `-- CommError            ranks failed to exchange data
         |-- PeerLost         another rank is gone or silent past its deadline
         `-- ProtocolError    ranks disagree about what is being exchanged
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 
 class GanglionError(Exception):
-    """Base of all errors raised on purpose; `str(error)` is fit to show to a user as it is."""
+    """Base of all errors raised on purpose; `str(error)` can be shown to a user."""
 
 
 class ConfigError(GanglionError):

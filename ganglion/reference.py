@@ -1,4 +1,4 @@
-"""References to the user's own code: "package.module:name", imported with the current folder."""
+"""References to the user's own code, "package.module:name", looked up in the current folder too."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from ganglion.errors import ConfigError
 
 
 def load_function(reference: str, key: str) -> Callable[..., object]:
-    """Import "package.module:function", the current folder included.
+    """Return the function of a reference "package.module:function".
 
-    `key` is the run-file key the reference came from; every error names it.
+    `key` is the run-file key of the reference; every error names it.
     """
     setting = f"{key} = {reference!r}"
     module_name, colon, name = reference.partition(":")
-    if not colon or not name.isidentifier() or not _is_dotted_name(module_name):
+    is_dotted = all(part.isidentifier() for part in module_name.split("."))
+    if not colon or not name.isidentifier() or not is_dotted:
         raise ConfigError(f'{setting} is not of the form "package.module:function"')
     module = _import_module(module_name, setting)
     if not hasattr(module, name):
+        origin = getattr(module, "__file__", None) or "built-in"
         raise ConfigError(
-            f"{setting}: module {module_name!r} ({_origin(module)}) has nothing named {name!r}; "
-            f"check the part after the colon"
+            f"{setting}: module {module_name!r} ({origin}) has nothing named {name!r}; check the "
+            f"part after the colon"
         )
     function = getattr(module, name)
     if not callable(function):
@@ -35,14 +37,6 @@ def load_function(reference: str, key: str) -> Callable[..., object]:
             f"a function"
         )
     return cast(Callable[..., object], function)
-
-
-def _is_dotted_name(text: str) -> bool:
-    return all(part.isidentifier() for part in text.split("."))
-
-
-def _origin(module: ModuleType) -> str:
-    return str(getattr(module, "__file__", None) or "built-in")
 
 
 def _import_module(module_name: str, setting: str) -> ModuleType:
@@ -69,14 +63,14 @@ def _import_module(module_name: str, setting: str) -> ModuleType:
 
 @contextmanager
 def current_folder_importable() -> Iterator[None]:
-    """Let imports find modules of the current folder."""
+    """Make modules of the current folder importable inside a `with` block."""
     folder = str(Path.cwd())
     sys.path.insert(0, folder)
-    # A module written a moment ago is invisible to finders that listed the folder before.
+    # Finders that listed the folder before do not see a module written since.
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        # The imported code may have changed the path itself: take out our entry only.
+        # The imported code may have changed the path itself: remove our entry only.
         if folder in sys.path:
             sys.path.remove(folder)

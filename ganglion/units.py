@@ -1,4 +1,4 @@
-"""Units: what a byte count, a rate or a duration looks like to a person."""
+"""Units: byte counts, counts and durations as text for people."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def format_count(number: float) -> str:
 
 
 def format_duration(duration_s: float) -> str:
-    """Return a duration in the unit a person would choose: `format_duration(75) == '1m15s'`."""
+    """Return a duration in a suitable unit: `format_duration(75) == '1m15s'`."""
     if duration_s < 1:
         return f"{duration_s * 1000:.0f}ms"
     if duration_s < 60:

@@ -1,8 +1,7 @@
 """The Plan: one frozen record of every parallel decision of a run.
 
-It is made by `config.resolve()`, by the planner or by hand; it is stored as `plan.json`; the
-simulator and the trainer read nothing else about the layout. What cannot run is refused by
-`require_built`, never ignored.
+It is made by `config.resolve()`, by the planner or by hand, and stored as `plan.json`; the
+simulator and the trainer read nothing else about the layout.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ PLAN_FORMAT = 1
 # "bf16" computes in bf16 by autocast; with masters, weights and gradients are stored in half too.
 FP32, BF16, BF16_MASTER, FP16_MASTER = "fp32", "bf16", "bf16_master", "fp16_master"
 PRECISIONS: tuple[str, ...] = (FP32, BF16, BF16_MASTER, FP16_MASTER)
-# "full": only the input of each segment of blocks is kept, and its inside is computed again in
-# backward; "sqrt": so, with segments of about the square root of all blocks; "blocks": so for some
-# blocks only; "budget": for those that a budget leaves no room for, not decided yet.
+# "full" keeps only the input of each segment of blocks and computes the rest again in backward;
+# "sqrt" does so with segments of about the square root of all blocks, "blocks" for some blocks,
+# "budget" for those that do not fit a budget, which are chosen later.
 RECOMPUTES: tuple[str, ...] = ("none", "full", "sqrt", "blocks", "budget")
 # Where optimizer state and masters live between updates, or activations until their backward.
 TIERS: tuple[str, ...] = ("none", "host", "disk")
-# How replicas stay together: by summing gradients, or as workers of elastic averaging.
+# How replicas are kept in agreement: by summing gradients, or as workers of elastic averaging.
 NO_AVERAGING, SYNC_EASGD, LOCAL_SGD = "none", "sync_easgd", "local_sgd"
 SLOW_MOMENTUM, DILOCO = "slow_momentum", "diloco"
 ORIGINAL_EASGD, ASYNC_EASGD, ASYNC_MEASGD = "original_easgd", "async_easgd", "async_measgd"
@@ -160,7 +159,7 @@ class Plan:
 
     def _check_boundaries(self) -> None:
         cuts = self.stage_boundaries
-        # How many chunks a rank holds is the schedule's affair: it checks the number itself.
+        # The schedule, which knows the number of chunks, checks the exact number of cuts.
         if cuts and (len(cuts) + 1) % self.pipe:
             raise LayoutError(
                 f"parallel.stage_boundaries has {len(cuts)} cuts, but pipe={self.pipe} stages need "
@@ -205,22 +204,22 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """How many processes the plan needs, servers included."""
+        """The number of processes, servers included."""
         return self.mesh().num_ranks + self.servers
 
     @property
     def share_size(self) -> int:
-        """Samples that one (data, z) coordinate sees in a step."""
+        """The samples of one (data, z) coordinate in a step."""
         return self.microbatch_size * self.num_microbatches
 
     @property
     def num_shares(self) -> int:
-        """How many (data, z) coordinates a global batch is dealt to."""
+        """The number of (data, z) coordinates that share a global batch."""
         return self.data * self.z
 
     @property
     def computes_in(self) -> str:
-        """The precision of products and of what passes between blocks."""
+        """The precision of products and of activations between blocks."""
         return FP32 if self.compute_fp32 else self.precision
 
     @property
@@ -230,27 +229,27 @@ class Plan:
 
     @property
     def averages(self) -> bool:
-        """Whether replicas are workers of elastic averaging: each has weights of its own."""
+        """Whether replicas are workers of elastic averaging, with weights of their own."""
         return self.averaging != NO_AVERAGING
 
     @property
     def drifts(self) -> bool:
-        """Whether workers are at steps of their own between evaluations and checkpoints."""
+        """Whether workers may be at different steps between evaluations and checkpoints."""
         return self.averaging in ASYNCHRONOUS
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks see other samples and sum their gradients."""
+        """The axes whose ranks see different samples and sum their gradients."""
         return ("z",) if self.averages else ("data", "z")
 
     @property
     def num_summed_shares(self) -> int:
-        """How many shares of a batch one gradient is the mean of."""
+        """The number of shares of a batch over which a gradient is averaged."""
         return self.z if self.averages else self.num_shares
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one step over all ranks."""
+        """The samples of one step over all ranks."""
         return self.share_size * self.num_shares
 
     def to_json(self) -> str:
@@ -259,7 +258,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> Plan:
-        """Read a plan from JSON text; `source` names the file in error messages."""
+        """Return the plan of JSON text; `source` names the file in error messages."""
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
@@ -273,7 +272,7 @@ class Plan:
         return cls(**_checked_fields(record, source))
 
     def require_built(self) -> None:
-        """Refuse what this version cannot run, naming the field; every driver calls this first."""
+        """Raise ConfigError for a plan that cannot run; every driver calls this first."""
         if self.servers and self.averaging not in SERVED:
             raise ConfigError(
                 f"averaging.servers = {self.servers}, but averaging.method = {self.averaging!r} "
@@ -281,7 +280,7 @@ class Plan:
             )
 
 
-# Of each option of recomputation: what it is for, and what stands for nothing.
+# For each option of recomputation: the setting that it belongs to, and its value when unset.
 _RECOMPUTE_OPTIONS: dict[str, tuple[str, object]] = {
     "recompute_every": ("full", 0),
     "recompute_blocks": ("blocks", ()),

@@ -1,4 +1,7 @@
-"""Where ranks sit: the mesh of axes, its groups, and which axes split or replicate a parameter."""
+"""Where ranks are: the mesh of axes, its groups, and which axes split or replicate a parameter.
+
+Pure arithmetic on numbers and names; it imports no other room.
+"""
 
 from ganglion.decide.topology.cuts import (
     BATCH,

@@ -1,12 +1,12 @@
-"""Cuts: how each layer of a model is split over x and y, told by the name of its module.
+"""Cuts: how each layer of a model is split over x and y, by the name of its module.
 
 For O = I W the features of I are split over y and those of O over x; the next layer swaps the two,
 so that activations never move between layers (AxoNN-4D, spec B.1):
 
     features over y --[NORMAL: up]--> over x --[TRANSPOSED: down]--> over y
 
-Rows, which are samples, are split over z and data. An axis that is None splits nothing: the
-activations on that side are whole.
+Rows, which are samples, are split over z and data. On a side whose axis is None the activations are
+whole.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ def _check_axes(cut: object, *axes: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LinearCut:
-    """Of a linear layer or a convolution: the axes of its input and its output features.
+    """The cut of a linear layer or a convolution: the axes of its input and output features.
 
-    `sections` counts equal parts of the output that are cut each for itself: 3 for fused queries,
-    keys and values; `in_sections` those of the input: 2 after joining two outputs end to end. A
-    layer that `takes_whole` cuts whole activations itself, one that `gives_whole` gathers its
-    output.
+    `sections` counts equal parts of the output that are cut separately: 3 for fused queries, keys
+    and values; `in_sections` those of the input: 2 after concatenating two outputs. A layer that
+    `takes_whole` cuts whole activations itself; one that `gives_whole` gathers its output.
     """
 
     in_axis: str | None
@@ -60,7 +59,7 @@ class LinearCut:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCut:
-    """Of a table of vectors: the axis that splits its rows, and the one that splits features."""
+    """The cut of an embedding table: the axes that split its rows and its features."""
 
     row_axis: str | None
     feature_axis: str | None
@@ -71,7 +70,7 @@ class EmbeddingCut:
 
 @dataclass(frozen=True, slots=True)
 class NormCut:
-    """Of a norm over features, or channels, that an axis splits."""
+    """The cut of a norm over features, or channels, that an axis splits."""
 
     axis: str | None
     kind: str = LAYER
@@ -84,7 +83,7 @@ class NormCut:
 
 @dataclass(frozen=True, slots=True)
 class DropoutCut:
-    """Of a dropout on features that an axis splits; `dim` is theirs, 1 for images and heads."""
+    """The cut of a dropout on features that an axis splits at `dim`, 1 for images and heads."""
 
     axis: str | None
     dim: int = -1
@@ -95,10 +94,10 @@ class DropoutCut:
 
 @dataclass(frozen=True, slots=True)
 class WidthCut:
-    """Of a module that remembers widths: the attributes to divide by the size of an axis.
+    """The cut of a module that stores widths: the attributes to divide by the size of an axis.
 
-    `counts` are numbers, with their names, that the axis must divide. A `refusal` says why the
-    module cannot be split at all.
+    `counts` are numbers, with their names, that the axis must divide. A `refusal` is the reason why
+    the module cannot be split.
     """
 
     axis: str
@@ -114,13 +113,13 @@ Cut = LinearCut | EmbeddingCut | NormCut | DropoutCut | WidthCut
 
 NORMAL = LinearCut("y", "x")
 TRANSPOSED = LinearCut("x", "y")
-# Of a layer whose neighbours are not known.
+# For a layer whose neighbours are not known.
 WHOLE = LinearCut("y", "x", takes_whole=True, gives_whole=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCuts:
-    """The cuts of a model by the names of its modules, and the axis of its output's features.
+    """The cuts of a model by the names of its modules, and the axis of its output features.
 
     `output_dim` is the dim of those features: 1 for images.
     """

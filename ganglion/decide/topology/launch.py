@@ -1,7 +1,6 @@
-"""Who started this process: torchrun, mpiexec, srun or nobody, read from its environment.
+"""How this process was started, read from its environment: torchrun, mpiexec, srun or alone.
 
-This is the launcher boundary: the only place outside `cli/` that looks at environment variables,
-and it looks at a mapping it is given.
+Environment variables of launchers are read here only, from a mapping that is passed in.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 from ganglion.errors import LaunchError
 
-# Rank, number of ranks, and the same on this host. srun may set PMI_RANK too, but not the others.
+# Rank and number of ranks, in all and on this host. srun may set PMI_RANK too, but not the others.
 _MPIEXEC = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # Cray
@@ -26,7 +25,7 @@ _MPIEXEC = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One process among those that were started together."""
+    """One process of those that were started together."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -35,18 +34,18 @@ class Launch:
     master_addr: str = ""
     master_port: int = 0
     launcher: str = "alone"
-    attempt: int = 0  # how often all processes were started again
+    attempt: int = 0  # restarts of all processes so far
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Return how this process was started; a half-set environment is an error."""
+    """Return how this process was started; raise LaunchError for an incomplete environment."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _torchrun(environment)
     for names in _MPIEXEC:  # before Slurm, whose srun may have started mpiexec's helpers
         if all(name in environment for name in names):
             return _mpiexec(environment, names)
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        # One task has nobody to meet; inside `srun --pty bash` it may start processes of its own.
+        # A single task runs alone; inside `srun --pty bash` it may start processes of its own.
         return Launch() if _num_tasks(environment) == 1 else _srun(environment)
     return Launch()
 
@@ -95,19 +94,19 @@ def _srun(environment: Mapping[str, str]) -> Launch:
 
 
 def _num_tasks(environment: Mapping[str, str]) -> int:
-    """Return the tasks of this step: in the shell of `salloc`, SLURM_NTASKS is the whole job's."""
+    """Return the tasks of this step; in a shell of `salloc`, SLURM_NTASKS is the whole job's."""
     if "SLURM_STEP_NUM_TASKS" in environment:
         return _number(environment, "SLURM_STEP_NUM_TASKS")
     return _number(environment, "SLURM_NTASKS")
 
 
 def _step_port(environment: Mapping[str, str]) -> int:
-    """Choose a port that all tasks of a step agree on and other steps on its hosts do not."""
+    """Return a port that all tasks of a step agree on and other steps on its hosts do not use."""
     step = environment["SLURM_STEP_ID"]
     # Special steps have names, such as "extern"; hash() would differ from process to process.
     number = int(step) if step.isdecimal() else zlib.crc32(step.encode())
-    # A factor, or the second step of a job would get the port of the first one of the next job;
-    # below 32768, where systems take ports for outgoing connections from.
+    # With a factor, since the second step of a job would else get the port of the first one of the
+    # next job; below 32768, from where systems take ports for outgoing connections.
     return 20_000 + (_number(environment, "SLURM_JOB_ID", 0) + 1009 * number) % 12_000
 
 
@@ -123,7 +122,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_of_node(tasks: str, node: int) -> int:
-    """Read one node's number of tasks from Slurm's run-length form, such as `4(x2),3`."""
+    """Return one node's number of tasks from Slurm's run-length form, such as `4(x2),3`."""
     counts: list[int] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

@@ -1,7 +1,7 @@
-"""The mesh: ranks numbered through five axes, and the groups of ranks along any of them.
+"""The mesh: ranks numbered along five axes, and the groups of ranks along any of them.
 
 A rank is a number in a mixed-radix system whose digits are the coordinates. The first axis of the
-rank order is the innermost digit, so its neighbours are consecutive ranks:
+rank order is the innermost digit, so neighbours along it are consecutive ranks:
 
     sizes x=2, data=2, order (x, y, z, data, pipe)      rank    0  1  2  3
                                                         x       0  1  0  1
@@ -61,7 +61,7 @@ class Mesh:
             )
 
     def size(self, axis: str) -> int:
-        """Return how many ranks lie along one axis."""
+        """Return the number of ranks along one axis."""
         return int(getattr(self, axis))
 
     @property

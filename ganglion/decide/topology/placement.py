@@ -1,10 +1,10 @@
 """Placement: which axes split a parameter, and which hold copies whose gradients must be summed.
 
-Metadata lives in this typed record and never in attributes of a tensor: a misspelt attribute is a
-gradient that is silently not reduced.
+A typed record, never attributes of a tensor: a misspelt attribute would be a gradient that is
+silently not reduced.
 
     weight (n, k)    dim 0 over x, then over z; dim 1 over y; copies along data
-    bias (n)         dim 0 over x; copies along y are equal by themselves, those along z and data
+    bias (n)         dim 0 over x; copies along y are equal without a sum, those along z and data
                      saw other samples: their gradients are summed
 """
 
@@ -25,8 +25,8 @@ TENSOR_AXES: tuple[str, ...] = ("x", "y", "z")
 class Shard:
     """One tensor dim cut into equal pieces along one axis.
 
-    A dim may consist of equal `sections`, such as the queries, keys and values of a fused layer:
-    then every section is cut, and a piece has its part of each.
+    A dim may consist of equal `sections`, such as fused queries, keys and values: then every
+    section is cut, and a piece has its part of each.
     """
 
     dim: int
@@ -35,7 +35,7 @@ class Shard:
 
 
 class Box(NamedTuple):
-    """A part of a parameter that a rank holds: its start in the whole, in the piece, and size."""
+    """A part of a parameter that a rank holds: start in the whole, start in the piece, size."""
 
     start: tuple[int, ...]
     local_start: tuple[int, ...]
@@ -48,12 +48,12 @@ class Box(NamedTuple):
 
     @property
     def in_whole(self) -> tuple[slice, ...]:
-        """Where it lies in the whole, as an index."""
+        """The index of the part in the whole."""
         return _slices(self.start, self.size)
 
     @property
     def in_piece(self) -> tuple[slice, ...]:
-        """Where it lies in the rank's piece, as an index."""
+        """The index of the part in the rank's piece."""
         return _slices(self.local_start, self.size)
 
 
@@ -66,11 +66,11 @@ _Interval = tuple[int, int]  # start and length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where one parameter lives: its full shape, its cuts and the axes to sum gradients over.
+    """The placement of one parameter: full shape, cuts, and the axes to sum gradients over.
 
     Cuts of one dim are applied in the order listed: the first makes the coarsest pieces. An axis
-    that is neither a cut nor `replicated` holds copies that are equal without any sum, because its
-    ranks computed the same.
+    that neither cuts nor is `replicated` holds copies that are equal without a sum, because its
+    ranks compute the same.
     """
 
     shape: tuple[int, ...]
@@ -95,17 +95,22 @@ class Placement:
             cut.add(shard.dim)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of one rank's piece; refuse sizes that do not divide."""
+        """Return the shape of one rank's piece; raise LayoutError if sizes do not divide."""
         sizes = list(self.shape)
         for shard in self.shards:
-            parts = mesh.size(shard.axis)
-            if sizes[shard.dim] % (parts * shard.sections):
-                raise self._indivisible(shard, sizes[shard.dim], parts)
-            sizes[shard.dim] //= parts
+            size, parts = sizes[shard.dim], mesh.size(shard.axis)
+            if size % (parts * shard.sections):
+                sections = f" in {shard.sections} sections" if shard.sections > 1 else ""
+                raise LayoutError(
+                    f"dim {shard.dim} of a parameter of shape {self.shape} has {size} entries"
+                    f"{sections}, which {shard.axis}={parts} does not divide: choose a size that "
+                    f"is a multiple of {parts * shard.sections}"
+                )
+            sizes[shard.dim] = size // parts
         return tuple(sizes)
 
     def offsets(self, mesh: Mesh, coordinates: Coordinates) -> tuple[int, ...]:
-        """Return where one rank's piece begins in the full parameter."""
+        """Return the start of one rank's piece in the full parameter."""
         return self.boxes(mesh, coordinates)[0].start
 
     def boxes(self, mesh: Mesh, coordinates: Coordinates) -> list[Box]:
@@ -126,18 +131,9 @@ class Placement:
         ]
 
     def num_copies(self, mesh: Mesh) -> int:
-        """Return how many ranks of one replica and stage hold the same piece."""
+        """Return the number of ranks of one replica and stage that hold the same piece."""
         split = {shard.axis for shard in self.shards}
         return math.prod(mesh.size(axis) for axis in TENSOR_AXES if axis not in split)
-
-    def _indivisible(self, shard: Shard, size: int, parts: int) -> LayoutError:
-        multiple = parts * shard.sections
-        return LayoutError(
-            f"dim {shard.dim} of a parameter of shape {self.shape} has {size} entries"
-            + (f" in {shard.sections} sections" if shard.sections > 1 else "")
-            + f", which {shard.axis}={parts} does not divide: choose a size that is a multiple of "
-            f"{multiple}"
-        )
 
 
 def _cut(intervals: list[_Interval], sections: int, parts: int, coordinate: int) -> list[_Interval]:
