@@ -1,4 +1,7 @@
-"""Three-dimensional tensor parallelism: layers split over x, y and z, after AxoNN-4D."""
+"""Three-dimensional tensor parallelism: layers split over x, y and z, after AxoNN-4D.
+
+Takes ordinary modules and a cut for each. It knows no model: the cuts of models are made elsewhere.
+"""
 
 from ganglion.execute.tensor.activations import cut, gather
 from ganglion.execute.tensor.apply import TensorParallel, TensorReport, apply_tensor_parallel

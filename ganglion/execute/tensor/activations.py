@@ -1,4 +1,4 @@
-"""Whole activations to pieces and back, along one dim and one axis.
+"""Cut whole activations into pieces and gather them, along one dim and one axis.
 
     cut      forward: keep this rank's piece     backward: gather the gradients of all pieces
     gather   forward: gather the pieces          backward: keep this rank's piece
@@ -41,23 +41,23 @@ def gather(piece: Tensor, group: Group | None, dim: int = -1) -> Tensor:
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.place = (group, dim)
+        ctx.split = (group, dim)
         return _piece(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _whole(gradient, *ctx.place), None, None
+        return _whole(gradient, *ctx.split), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.place = (group, dim)
+        ctx.split = (group, dim)
         return _whole(piece, group, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _piece(gradient, *ctx.place), None, None
+        return _piece(gradient, *ctx.split), None, None
 
 
 def _piece(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -33,7 +33,7 @@ from ganglion.execute.tensor.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One module: what became of it, in a few words."""
+    """One module, and how it was split or why not."""
 
     module: str
     kind: str
@@ -42,9 +42,9 @@ class Entry:
 
 @dataclass(slots=True)
 class TensorReport:
-    """What `apply_tensor_parallel` did; `placements` go by the names of the parameters.
+    """The modules that were split and left whole, and the placements of parameters by name.
 
-    `kept` has the parameters of this rank whose blocks stay gathered along z until they change.
+    `kept` lists the parameters of this rank whose blocks stay gathered along z until they change.
     """
 
     split: list[Entry] = field(default_factory=list)
@@ -53,7 +53,7 @@ class TensorReport:
     kept: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """One line a module."""
+        """Return one line for each module."""
         rows = [f"split  {e.module} ({e.kind}): {e.how}" for e in self.split]
         rows += [f"whole  {e.module} ({e.kind}): {e.how}" for e in self.whole]
         rows += [f"kept   {name}: gathered once, until it changes" for name in self.kept]
@@ -62,10 +62,10 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Split blocks, and what their owner must call.
+    """Split blocks and their weights.
 
-    `weights.finish_gradients(parameters)` after the backwards of a step, `weights.on_change()`
-    whenever other weights are in place.
+    Call `weights.finish_gradients(parameters)` after the backwards of a step, and
+    `weights.on_change()` whenever the weights have changed.
     """
 
     blocks: dict[str, nn.Module]
@@ -80,22 +80,20 @@ def apply_tensor_parallel(
     cuts: Mapping[str, Cut],
     settings: TensorSettings | None = None,
 ) -> TensorParallel:
-    """Split the blocks of a model over x, y and z; `cuts` go by the names of modules.
+    """Split the blocks of a model over x, y and z, with `cuts` by the names of modules.
 
-    Children of the given blocks are replaced in place; parameters keep their names. Whole weights
-    are cut; nothing is sent.
+    Children of the given blocks are replaced in place; parameters keep their names. Each rank cuts
+    its pieces from whole weights; nothing is sent.
     """
     grid = Grid(world, TensorSettings() if settings is None else settings)
     splitter = _Splitter(grid, cuts)
     done = {name: splitter.split(name, block) for name, block in blocks.items()}
-    splitter.check_all_used()
-    splitter.place(done)
-    splitter.choose_kept(done)
+    splitter.finish(done)
     return TensorParallel(done, grid, splitter.weights, splitter.report)
 
 
 class _Splitter:
-    """Replaces modules, one after the other."""
+    """Replaces the modules of blocks."""
 
     def __init__(self, grid: Grid, cuts: Mapping[str, Cut]) -> None:
         self.weights = Weights(grid)
@@ -123,22 +121,19 @@ class _Splitter:
                     setattr(module, child_name, self.split(f"{name}.{child_name}", child))
         return made
 
-    def check_all_used(self) -> None:
-        """Refuse a cut of a module that is not there: it would be ignored."""
+    def finish(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Complete the report, and decide which weights stay gathered.
+
+        Refuse a cut of a module that is not there: it would be ignored.
+        """
         unknown = sorted(set(self._cuts) - self._used)
         if unknown:
             raise ConfigError(
                 f"a cut is given for {unknown[0]!r}, which is no module of the blocks, or lies "
                 f"inside one that has a cut itself: check the name"
             )
-
-    def place(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Note where each parameter and buffer lives."""
         for name, tensor in _tensors(blocks):
             self.report.placements[name] = self._cutter.placement_of(tensor)
-
-    def choose_kept(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Decide what stays gathered, if this rank uses all of the blocks."""
         self.weights.check_names()
         self.report.kept = self.weights.choose_kept(tensor for _, tensor in _tensors(blocks))
 
@@ -147,20 +142,18 @@ class _Splitter:
         if cut is None and form_of(module) is not None:
             cut = WHOLE
         if cut is None:
-            self._leave(name, module, why_not_split(module) or "no cut is known for it")
+            own = [part for part, _ in module.named_parameters(recurse=False)]
+            if own:
+                why = why_not_split(module) or "no cut is known for it"
+                held = f"{why}; every rank holds its {', '.join(own)}"
+                self.report.whole.append(Entry(name, type(module).__name__, held))
             return module
         made = self._replacer.replaced(name, module, cut)
         made.train(module.training)
-        self.report.split.append(Entry(name, type(module).__name__, self._told(cut, made)))
+        self.report.split.append(Entry(name, type(module).__name__, self._description(cut, made)))
         return made
 
-    def _leave(self, name: str, module: nn.Module, why: str) -> None:
-        own = [part for part, _ in module.named_parameters(recurse=False)]
-        if own:
-            held = f"{why}; every rank holds its {', '.join(own)}"
-            self.report.whole.append(Entry(name, type(module).__name__, held))
-
-    def _told(self, cut: Cut, made: nn.Module) -> str:
+    def _description(self, cut: Cut, made: nn.Module) -> str:
         match cut:
             case LinearCut():
                 given = ", gathered" if cut.gives_whole else ""
@@ -180,7 +173,7 @@ class _Splitter:
         return "whole" if axis is None else f"over {axis}={self._grid.size(axis)}"
 
     def _storage(self, made: nn.Module) -> str:
-        """Say how the weight of a module is stored along z."""
+        """Return how the weight of a module is stored along z."""
         weight, z = made.weight, self._grid.mesh.z
         assert isinstance(weight, Tensor)
         is_split = any(shard.axis == "z" for shard in self._cutter.placement_of(weight).shards)

@@ -1,8 +1,8 @@
 """Cross-entropy on logits whose classes are split: no rank ever sees all of them.
 
-Of each row a rank gives its largest logit, the sum of exponentials relative to that, and the logit
-of the target if the target is among its classes. From these three numbers of all ranks everybody
-computes the same loss.
+For each row a rank contributes its largest logit, the sum of exponentials relative to that, and the
+logit of the target if it is among its classes. Every rank computes the same loss from these three
+numbers of all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IGNORED = -100  # as in torch: rows with this target do not count
 
 
 def split_cross_entropy(logits: Tensor, target: Tensor, group: Group) -> Tensor:
-    """Return the mean loss over all rows: logits (..., classes of this rank), targets (...)."""
+    """Return the mean loss over all rows of logits (..., classes of this rank), targets (...)."""
     if logits.shape[:-1] != target.shape:
         raise LayoutError(
             f"cross_entropy got logits of shape {tuple(logits.shape)} and a target of shape "

@@ -1,4 +1,4 @@
-"""The grid: the groups that the layers of one rank talk to, and what they may overlap."""
+"""The grid: the groups of one rank along x, y and z, and the settings of its layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ganglion.execute.tensor.tuning import Tuner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSettings:
-    """What may run while something else computes; the arithmetic is the same either way.
+    """Overlap of communication with computation, and memory for less traffic.
+
+    Only `halves` and `tune` change the arithmetic.
 
     `overlap_all_reduce`: of an input gradient, under the matmul of the weight gradient (OAR), and
     of a half under the other.
@@ -21,13 +23,13 @@ class TensorSettings:
     `overlap_all_gather`: of the next weight, under the layer before it (OAG).
     `keep_gathered`: gather a weight once and keep it until it changes, and sum weight gradients
     over z once a step: more memory, less traffic. `keep_names` does so for the weights of some
-    modules only, `keep_bytes` for those, from the first on, whose blocks fit into so many bytes.
+    modules, `keep_bytes` for those, from the first on, whose blocks fit into that many bytes.
     `halves`: cut the rows of a layer in two, so that the all-reduce of one half, forward and
-    backward, runs under the matmul of the other. This one does change the order of sums.
-    `share_pieces`: ranks along z that have memory in common keep a weight's pieces side by side
-    there, so that nobody has to gather it.
-    `tune`: a folder; the matmuls of linear layers are timed once in three ways, the best of each is
-    kept there and used. This one changes roundings.
+    backward, runs under the matmul of the other. This changes the order of sums.
+    `share_pieces`: ranks along z with common memory keep a weight's pieces side by side there, so
+    that no gather is needed.
+    `tune`: a folder; the matmuls of linear layers are timed once in three ways, and the fastest way
+    of each is kept there and used. This changes roundings.
     """
 
     overlap_all_reduce: bool = True
@@ -41,7 +43,7 @@ class TensorSettings:
     tune: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse two ways to say what is kept."""
+        """Refuse more than one of the settings for kept weights."""
         if self.keep_gathered + bool(self.keep_names) + (self.keep_bytes > 0) > 1:
             raise ConfigError(
                 f"keep_gathered = {self.keep_gathered}, keep_names = {self.keep_names} and "
@@ -55,10 +57,10 @@ WITHOUT_OVERLAP = TensorSettings(
 
 
 class Grid:
-    """One rank's place among x, y and z."""
+    """The position and the groups of one rank along x, y and z."""
 
     def __init__(self, world: World, settings: TensorSettings) -> None:
-        """Ask the world for the groups, which all its ranks must do alike."""
+        """Create the groups; collective over the world."""
         self.mesh: Mesh = world.mesh
         self.coordinates: Coordinates = world.coordinates
         self.settings = settings
@@ -73,21 +75,21 @@ class Grid:
             self.tuner = Tuner(Path(settings.tune), group)
 
     def group(self, axis: str | None, label: str = "") -> Group | None:
-        """Return the group along an axis, None where nothing is split; the trace has the label."""
+        """Return the group along an axis, None if that is one rank; the trace shows the label."""
         if axis is None or self._along[axis].size == 1:
             return None
         return labelled(self._along[axis], label)
 
     def size(self, axis: str | None) -> int:
-        """Return into how many pieces an axis splits."""
+        """Return the number of pieces along an axis."""
         return 1 if axis is None else self.mesh.size(axis)
 
     def index(self, axis: str | None) -> int:
-        """Return which of the pieces is this rank's."""
+        """Return the number of this rank's piece."""
         return 0 if axis is None else self.coordinates.along(axis)
 
     def share(self, total: int, axis: str | None, what: str) -> range:
-        """Return which of `total` entries are this rank's; refuse a number that does not divide."""
+        """Return this rank's range of `total` entries; refuse one that the axis does not divide."""
         size = self.size(axis)
         if total % size:
             raise LayoutError(

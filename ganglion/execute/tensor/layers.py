@@ -25,7 +25,7 @@ class SplitProduct(nn.Module):
     """A linear layer or a convolution: input features split over one axis, outputs over another.
 
     With `takes_whole` it cuts whole activations itself, with `gives_whole` it gathers its output:
-    then its neighbours need not know that it is split.
+    so it fits between layers that are not split.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SplitProduct(nn.Module):
         super().__init__()
         self.weight = layer.weight.parameter
         self.bias = bias
-        self.in_features = in_features  # whole, or this rank's, as it takes them
+        self.in_features = in_features  # those of all ranks with takes_whole, else this rank's
         self._name = name
         self._layer = layer
         self._feature_dim = feature_dim
@@ -53,27 +53,20 @@ class SplitProduct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's features of the output, or all of them."""
         if x.shape[self._feature_dim] != self.in_features:
-            raise self._misfit(x)
+            raise LayoutError(
+                f"{self._name} takes {self.in_features} features in dim {self._feature_dim}, but "
+                f"got activations of shape {tuple(x.shape)}: its cut must fit the layers around "
+                f"it, or take whole activations as the layers without a cut do"
+            )
         x = cut(x, self._cut_group, self._feature_dim)
-        output = self._images(x) if self._feature_dim == 1 else self._rows(x)
+        if self._feature_dim == 1:
+            output, bias_shape = multiply(x, self._layer), (-1, *[1] * (x.dim() - 2))
+        else:
+            output = multiply(x.flatten(0, -2), self._layer).view(*x.shape[:-1], -1)
+            bias_shape = (-1,)
+        if self.bias is not None:
+            output = output + self.bias.to(output.dtype).view(bias_shape)
         return gather(output, self._gather_group, self._feature_dim)
-
-    def _rows(self, x: Tensor) -> Tensor:
-        output = multiply(x.flatten(0, -2), self._layer).view(*x.shape[:-1], -1)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
-
-    def _images(self, x: Tensor) -> Tensor:
-        output = multiply(x, self._layer)
-        if self.bias is None:
-            return output
-        return output + self.bias.to(output.dtype).view(-1, *[1] * (x.dim() - 2))
-
-    def _misfit(self, x: Tensor) -> LayoutError:
-        return LayoutError(
-            f"{self._name} takes {self.in_features} features in dim {self._feature_dim}, but got "
-            f"activations of shape {tuple(x.shape)}: its cut must fit the layers around it, or "
-            f"take whole activations as the layers without a cut do"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +88,7 @@ class SplitEmbedding(nn.Module):
         self._table = _Table(stored, group, len(rows), rows.start)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the vectors of ids of any shape; this rank's features of them."""
+        """Return this rank's features of the vectors of ids of any shape."""
         check_numbers(ids, self.num_embeddings, "id")
         vectors: Tensor = _LookUp.apply(self.weight, ids, self._table)  # type: ignore[no-untyped-call]
         return vectors
@@ -129,7 +122,10 @@ class _LookUp(torch.autograd.Function):
 
 
 class SplitDropout(nn.Module):
-    """nn.Dropout on activations of which each rank of `group` has an equal piece along `dim`."""
+    """nn.Dropout on activations of which each rank of `group` has an equal piece along `dim`.
+
+    The mask is drawn for whole features and cut, so it is that of the serial model in any layout.
+    """
 
     def __init__(self, p: float, group: Group, dim: int) -> None:
         """Drop with probability `p`."""
@@ -139,18 +135,18 @@ class SplitDropout(nn.Module):
         self._dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop in training, do nothing in evaluation."""
+        """Apply the mask in training; return `x` in evaluation."""
         if not self.training or self.p == 0:
             return x
         shape = list(x.shape)
         shape[self._dim] *= self._group.size
-        # torch's own dropout of ones: the same random numbers as the serial layer draws.
+        # torch's own dropout of ones draws the same random numbers as the serial layer.
         mask = torch.dropout(x.new_ones(shape), self.p, train=True)
         return x * mask.chunk(self._group.size, self._dim)[self._group.index]
 
 
 def check_numbers(numbers: Tensor, total: int, what: str) -> None:
-    """Refuse numbers outside 0 .. total - 1, as torch does for a whole table."""
+    """Refuse row numbers outside 0 .. total - 1: no rank holds them, and they would count 0."""
     good = (numbers >= 0) & (numbers < total)
     if numbers.device.type != "cpu":
         torch._assert_async(good.all())  # reading the answer would stop the device

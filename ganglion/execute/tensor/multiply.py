@@ -4,10 +4,10 @@
     backward   gather W over z;  dI = dO W^T, all-reduce over the axis of O's features
                dW = I^T dO, reduce-scatter over z
 
-An input that needs no gradient (the data, in the first layer) spares the first line of backward.
-With OAR the all-reduce of dI runs while dW is computed. Where there is no such all-reduce, dW comes
-first, so that its reduce-scatter runs while dI is computed. With halves, rows are cut in two
-wherever an all-reduce follows:
+An input without gradient (the data, in the first layer) needs no first line of backward. With OAR
+the all-reduce of dI runs while dW is computed. Without such an all-reduce dW comes first, so that
+its reduce-scatter runs while dI is computed. With halves, rows are cut in two wherever an
+all-reduce follows:
 
     matmul       | half 0 | half 1 |
     all-reduce            ~~ half 0 ~~ ~~ half 1 ~~
@@ -30,9 +30,9 @@ from ganglion.execute.tensor.weights import StoredWeight, phase_now
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What the node needs of the layer it computes.
+    """The product, weight and groups of a layer.
 
-    Without `overlap` every all-reduce is waited for at once: the same arithmetic.
+    Without `overlap` every all-reduce is waited for at once, with the same arithmetic.
     """
 
     product: Product
@@ -105,7 +105,7 @@ class _Backward:
 
 
 class _Summed:
-    """Something computed from rows and summed over a group, in halves if the layer wants that."""
+    """A function of rows summed over a group, in halves if the layer is set so."""
 
     def __init__(self, layer: Layer, group: Group | None, compute: Callable[..., Tensor]) -> None:
         self._compute = compute
@@ -120,7 +120,7 @@ class _Summed:
         return self.finish()
 
     def start(self, *rows: Tensor) -> None:
-        """Compute part after part; each begins its sum while the next is computed."""
+        """Compute part after part; the sum of one runs while the next is computed."""
         # An odd row belongs to the first half; a single row has no second one.
         for part in zip(*(each.chunk(self._num_parts) for each in rows), strict=True):
             self._parts.append(self._compute(*part).contiguous())
@@ -141,7 +141,7 @@ def _wait(handles: Sequence[Handle]) -> None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return what torch's own autocast would compute in; it leaves doubles alone."""
+    """Return the dtype in which torch's autocast would compute; doubles stay doubles."""
     device = x.device.type
     is_cast = x.is_floating_point() and x.dtype != torch.float64
     if is_cast and torch.is_autocast_enabled(device):

@@ -1,7 +1,7 @@
-"""Norms over features that are split: statistics of all pieces, so the result is the serial one.
+"""Norms over split features: statistics are those of all pieces, so results are the serial ones.
 
 Mean and spread of each piece are gathered and combined as Chan, Golub and LeVeque do, which stays
-exact where a difference of two large sums would not. Two numbers a row travel:
+exact where a difference of two large sums would not. Two numbers for each row are exchanged:
 
     piece 0: mean, sum of squared deviations  \\
     piece 1: mean, sum of squared deviations   --> mean and variance of the whole row
@@ -51,7 +51,7 @@ class SplitRMSNorm(nn.Module):
     """RMSNorm over the last dim, of which each rank of `group` has an equal piece."""
 
     def __init__(self, weight: nn.Parameter | None, eps: float | None, group: Group) -> None:
-        """Scale by this rank's piece of the weight; without `eps`, it is that of the dtype."""
+        """Scale by this rank's piece of the weight; `eps` defaults to that of the dtype."""
         super().__init__()
         self.weight = weight
         self.eps = eps
@@ -128,11 +128,6 @@ def wide(x: Tensor) -> Tensor:
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def whole_groups(num_groups: int, pieces: int) -> bool:
-    """Say whether every piece consists of whole groups: then nothing needs to travel."""
-    return num_groups % pieces == 0
-
-
 class SplitGroupNorm(nn.Module):
     """nn.GroupNorm on images, of whose channels each rank of `group` has an equal piece."""
 
@@ -172,7 +167,7 @@ class SplitGroupNorm(nn.Module):
         return by_rank.permute(1, 2, 0, 3).reshape(kinds, samples, self.num_groups, -1)
 
     def own(self, of_groups: Tensor, channels: int) -> Tensor:
-        """Return what belongs to each of this rank's channels: (samples, groups) to (., ., 1)."""
+        """Return the value of each of this rank's channels: (samples, groups) to (., ., 1)."""
         each = channels * self._group.size // self.num_groups
         first = self._group.index * channels
         return of_groups.repeat_interleave(each, 1).narrow(1, first, channels)[..., None]
@@ -198,7 +193,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def _group_mean_and_variance(x: Tensor, norm: SplitGroupNorm) -> tuple[Tensor, Tensor]:
-    """Combine the statistics of channels to those of groups, (samples, groups)."""
+    """Return mean and variance of each group, (samples, groups), from those of its channels."""
     mean = x.mean(2)
     squares = (x - mean[..., None]).square().mean(2)
     means, spreads = norm.gathered(torch.stack((mean, squares)))

@@ -1,4 +1,4 @@
-"""From a whole parameter or buffer to this rank's piece of it."""
+"""Cut whole parameters and buffers into this rank's pieces."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ganglion.execute.tensor.grid import Grid
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    whole: Tensor  # kept alive, for it is known by its id
+    whole: Tensor  # kept alive: it is looked up by its id
     piece: Tensor
     placement: Placement
     name: str
 
 
 class Cutter:
-    """Cuts parameters, each once: modules that share a whole parameter share its piece."""
+    """Cuts parameters, each once: modules that share a parameter share its piece."""
 
     def __init__(self, grid: Grid) -> None:
-        """Begin with nothing cut."""
+        """Cut along the axes of `grid`."""
         self._grid = grid
         self._made: dict[int, _Made] = {}  # by id of the whole
         self._placements: dict[int, Placement] = {}  # by id of the piece
 
     def weight(self, name: str, whole: nn.Parameter, *shards: Shard) -> nn.Parameter:
-        """Return a piece of a weight that is stored in pieces along z too, by its dim 0.
+        """Return a piece of a weight, cut along z too in dim 0.
 
-        Rows that z does not divide are held by every rank along z.
+        If z does not divide its rows, every rank along z holds all of them.
         """
         rows = self._placement(name, whole, shards, ()).local_shape(self._grid.mesh)[0]
         if rows % self._grid.mesh.z:
@@ -43,7 +43,7 @@ class Cutter:
         return piece
 
     def vector(self, name: str, whole: nn.Parameter | None, *shards: Shard) -> nn.Parameter | None:
-        """Return a piece of a parameter that ranks along z hold too: its gradients are summed."""
+        """Return a piece of a parameter that ranks along z hold alike, with summed gradients."""
         if whole is None:
             return None
         piece = self._piece(name, whole, shards, ("z", "data"))
@@ -55,11 +55,11 @@ class Cutter:
         return None if whole is None else self._piece(name, whole, shards, ("z", "data"))
 
     def placement_of(self, piece: Tensor) -> Placement:
-        """Return where a piece belongs; what was never cut is whole on every rank."""
+        """Return the placement of a piece; a tensor that was not cut is whole on every rank."""
         found = self._placements.get(id(piece))
         if found is not None:
             return found
-        # Ranks along z saw other samples.
+        # With z: its ranks saw other samples.
         return Placement(shape=tuple(piece.shape), replicated=("z", "data"))
 
     def _piece(
@@ -68,7 +68,14 @@ class Cutter:
         placement = self._placement(name, whole, shards, replicated)
         known = self._made.get(id(whole))
         if known is not None:
-            return _shared(name, known, placement)
+            if known.placement != placement:
+                raise LayoutError(
+                    f"{name} is the same parameter as {known.name}, but their cuts would split it "
+                    f"in different ways ({_cuts_text(placement)} and "
+                    f"{_cuts_text(known.placement)}): give both modules cuts that agree, or untie "
+                    f"them"
+                )
+            return known.piece
         piece = cut_out(whole.detach(), placement, self._grid)
         if isinstance(whole, nn.Parameter):
             piece = nn.Parameter(piece, requires_grad=whole.requires_grad)
@@ -79,7 +86,7 @@ class Cutter:
     def _placement(
         self, name: str, whole: Tensor, shards: tuple[Shard, ...], replicated: tuple[str, ...]
     ) -> Placement:
-        """Return where a piece belongs, alike for cuts alike; refuse sizes that do not fit."""
+        """Return the placement of a piece, equal for equal cuts; refuse sizes that do not fit."""
         used = (shard for shard in shards if self._grid.mesh.size(shard.axis) > 1)
         placement = Placement(
             shape=tuple(whole.shape),
@@ -96,23 +103,13 @@ class Cutter:
         return placement
 
 
-def _shared(name: str, known: _Made, wanted: Placement) -> Tensor:
-    if known.placement != wanted:
-        raise LayoutError(
-            f"{name} is the same parameter as {known.name}, but their cuts would split it in "
-            f"different ways ({_told(wanted)} and {_told(known.placement)}): give both modules "
-            f"cuts that agree, or untie them"
-        )
-    return known.piece
-
-
-def _told(placement: Placement) -> str:
+def _cuts_text(placement: Placement) -> str:
     cuts = [f"dim {shard.dim} over {shard.axis}" for shard in placement.shards]
     return ", ".join(cuts) or "whole"
 
 
 def cut_out(whole: Tensor, placement: Placement, grid: Grid) -> Tensor:
-    """Return this rank's piece of a whole tensor, in memory of its own."""
+    """Return a copy of this rank's piece of a whole tensor."""
     piece = torch.empty(placement.local_shape(grid.mesh), dtype=whole.dtype, device=whole.device)
     for box in placement.boxes(grid.mesh, grid.coordinates):
         piece[box.in_piece] = whole[box.in_whole]

@@ -21,7 +21,7 @@ Conv = (
 
 
 class Product(Protocol):
-    """One bilinear operation of activations and a weight."""
+    """A bilinear operation of activations and a weight."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the product."""
@@ -30,7 +30,7 @@ class Product(Protocol):
         """Return the gradient of `x`, from that of the product."""
 
     def weight_gradient(self, gradient: Tensor, x: Tensor, shape: Sizes) -> Tensor:
-        """Return the gradient of a weight of some shape: its numbers are not needed."""
+        """Return the gradient of a weight of a shape; its values are not needed."""
 
 
 class LinearProduct:
@@ -106,7 +106,7 @@ class ConvProduct:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A product, the dims of outputs and inputs in its weight, and that of features in images."""
+    """A product, the dims of outputs and inputs in its weight, and of features in activations."""
 
     product: Product
     out_dim: int = 0
@@ -115,7 +115,7 @@ class Form:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """Return what a module multiplies; None if it does not, or cannot be split."""
+    """Return the form of a module; None if it multiplies nothing or cannot be split."""
     if isinstance(module, nn.Linear):
         return Form(LinearProduct())
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of Hugging Face's GPT-2
@@ -134,7 +134,7 @@ def form_of(module: nn.Module) -> Form | None:
 
 
 def why_not_split(module: nn.Module) -> str | None:
-    """Say why a convolution cannot be split; None if it can, or is none."""
+    """Return why a convolution cannot be split; None if it can, or is no convolution."""
     if not isinstance(module, (*_CONVS, *_TRANSPOSED)):
         return None
     if module.groups > 1:
@@ -155,6 +155,6 @@ def _padding(module: Conv) -> tuple[int, ...]:
 
 
 def _same_padding(module: Conv) -> tuple[int, ...]:
-    """Return by how much each dim is padded, both sides together."""
+    """Return the padding of each dim, both sides together."""
     sizes = zip(module.dilation, module.kernel_size, strict=True)
     return tuple(dilation * (size - 1) for dilation, size in sizes)

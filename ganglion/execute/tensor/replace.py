@@ -1,4 +1,4 @@
-"""Replacements: of each sort of module the split counterpart, with this rank's pieces."""
+"""Make the split counterpart of each kind of module, with this rank's pieces."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ganglion.decide.topology import (
     BATCH,
     GROUP,
     LAYER,
+    RMS,
     Cut,
     DropoutCut,
     EmbeddingCut,
@@ -19,7 +20,6 @@ from ganglion.decide.topology import (
     WidthCut,
 )
 from ganglion.errors import LayoutError
-from ganglion.execute.comm import Group
 from ganglion.execute.tensor.grid import Grid
 from ganglion.execute.tensor.layers import SplitDropout, SplitEmbedding, SplitProduct
 from ganglion.execute.tensor.multiply import Layer
@@ -28,7 +28,6 @@ from ganglion.execute.tensor.norms import (
     SplitGroupNorm,
     SplitLayerNorm,
     SplitRMSNorm,
-    whole_groups,
 )
 from ganglion.execute.tensor.pieces import Cutter
 from ganglion.execute.tensor.products import Form, form_of, why_not_split
@@ -46,7 +45,7 @@ class Replacer:
         self._cutter = cutter
 
     def replaced(self, name: str, module: nn.Module, cut: Cut) -> nn.Module:
-        """Return what takes the place of a module: another, or the same with other contents."""
+        """Return the replacement of a module: another, or the same with its pieces."""
         match cut:
             case LinearCut():
                 return self._product(name, module, cut)
@@ -101,50 +100,38 @@ class Replacer:
         return SplitEmbedding(stored, self._grid.group(cut.row_axis, "embedding"), rows)
 
     def _norm(self, name: str, module: nn.Module, cut: NormCut) -> nn.Module:
-        _check_norm(name, module, cut)
+        fits = {
+            LAYER: isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1,
+            BATCH: isinstance(module, BATCH_NORMS),
+            GROUP: isinstance(module, nn.GroupNorm),
+        }
+        if not fits.get(cut.kind, hasattr(module, "weight")):
+            raise _misfit(name, module, cut, f"it is no {cut.kind} norm over one dim of features")
         group = self._grid.group(cut.axis, "norm")
         if group is None:
             return module
+        norm = cast(Any, module)
         weight, bias = (self._vector(name, module, part, cut.axis) for part in ("weight", "bias"))
-        if cut.kind == BATCH:
-            return self._batch_norm(name, module, cut, weight, bias)
-        if cut.kind == GROUP:
-            return self._group_norm(module, group, weight, bias)
         if cut.kind == LAYER:
-            return SplitLayerNorm(weight, bias, float(cast(Any, module).eps), group)
-        return SplitRMSNorm(weight, _epsilon(module), group)
-
-    def _batch_norm(
-        self,
-        name: str,
-        module: nn.Module,
-        cut: NormCut,
-        weight: nn.Parameter | None,
-        bias: nn.Parameter | None,
-    ) -> nn.Module:
-        """Channels do not meet, so torch's own module on fewer of them is right."""
-        norm, shards = cast(Any, module), _shards((0, cut.axis))
+            return SplitLayerNorm(weight, bias, float(norm.eps), group)
+        if cut.kind == RMS:
+            # torch's may have no epsilon, that of Llama has another name.
+            eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+            return SplitRMSNorm(weight, None if eps is None else float(eps), group)
+        if cut.kind == GROUP and norm.num_groups % group.size:
+            return SplitGroupNorm(norm.num_groups, weight, bias, norm.eps, group)
+        # Every rank has whole channels or groups, so torch's own module on fewer of them is right.
         norm.weight, norm.bias = weight, bias
+        if cut.kind == GROUP:
+            norm.num_groups //= group.size
+            norm.num_channels //= group.size
+            return module
         for part in ("running_mean", "running_var"):
             whole: Tensor | None = getattr(module, part)
-            setattr(norm, part, self._cutter.buffer(f"{name}.{part}", whole, *shards))
-        norm.num_features //= self._grid.size(cut.axis)
+            piece = self._cutter.buffer(f"{name}.{part}", whole, *_shards((0, cut.axis)))
+            setattr(norm, part, piece)
+        norm.num_features //= group.size
         return module
-
-    def _group_norm(
-        self,
-        module: nn.Module,
-        group: Group,
-        weight: nn.Parameter | None,
-        bias: nn.Parameter | None,
-    ) -> nn.Module:
-        norm = cast(nn.GroupNorm, module)
-        if not whole_groups(norm.num_groups, group.size):
-            return SplitGroupNorm(norm.num_groups, weight, bias, norm.eps, group)
-        cast(Any, norm).weight, cast(Any, norm).bias = weight, bias
-        norm.num_groups //= group.size
-        norm.num_channels //= group.size
-        return norm
 
     def _dropout(self, name: str, module: nn.Module, cut: DropoutCut) -> nn.Module:
         if not isinstance(module, nn.Dropout):
@@ -199,22 +186,6 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter:
     found = getattr(module, name)
     assert isinstance(found, nn.Parameter)
     return found
-
-
-def _check_norm(name: str, module: nn.Module, cut: NormCut) -> None:
-    fits = {
-        LAYER: isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1,
-        BATCH: isinstance(module, BATCH_NORMS),
-        GROUP: isinstance(module, nn.GroupNorm),
-    }
-    if not fits.get(cut.kind, hasattr(module, "weight")):
-        raise _misfit(name, module, cut, f"it is no {cut.kind} norm over one dim of features")
-
-
-def _epsilon(module: nn.Module) -> float | None:
-    """Return the epsilon of an RMS norm: torch's may have none, Llama's has another name."""
-    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return None if found is None else float(found)
 
 
 def _misfit(name: str, module: nn.Module, cut: Cut, why: str) -> LayoutError:

@@ -1,11 +1,11 @@
-"""Weights stored in pieces along z: gathered for use, their gradients summed and cut again.
+"""Weights stored in pieces along z: gathered for use, their gradients summed and cut.
 
     piece --all-gather z--> block --matmul--> ...            forward, and again in backward
     piece of gradient <--reduce-scatter z-- gradient of the block
 
-With overlap the gather of the next weight is under way while this one is used, and the sums of
-gradients run on until `finish_gradients`. Both are the same arithmetic as with waits. A weight that
-is kept is gathered once until it changes, and its gradients are summed over z once a step.
+With overlap the gather of the next weight runs while this one is used, and the sums of gradients
+run until `finish_gradients`; the arithmetic is the same. A weight that is kept is gathered once
+until it changes, and its gradients are summed over z once a step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ganglion.execute.tensor.grid import Grid
 
 
 class Weights:
-    """All weights of this rank that layers multiply with."""
+    """All stored weights of this rank."""
 
     def __init__(self, grid: Grid) -> None:
-        """Begin without any."""
+        """Hold no weight yet."""
         self._grid = grid
         self._order = GatherOrder()
         self._stored: dict[int, StoredWeight] = {}  # by id of the parameter
@@ -39,7 +39,7 @@ class Weights:
     ) -> StoredWeight:
         """Return the weight of a parameter; layers that share it share the weight.
 
-        It `is_split` if ranks along z have different pieces of it; the trace has the label.
+        `is_split`: ranks along z have different pieces of it. The trace shows the label.
         """
         found = self._stored.get(id(parameter))
         if found is None:
@@ -51,9 +51,9 @@ class Weights:
         return found
 
     def choose_kept(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Decide which weights stay gathered, of the parameters that this rank uses; return names.
+        """Choose which of these parameters stay gathered; return their names.
 
-        Ranks of a group hold blocks of the same sizes in the same order, so they decide alike.
+        Ranks of a group hold blocks of the same sizes in the same order, so they choose the same.
         """
         found = dict.fromkeys(self._stored.get(id(parameter)) for parameter in parameters)
         used = [weight for weight in found if weight is not None and weight.is_split]
@@ -64,11 +64,11 @@ class Weights:
         return [weight.names[0] for weight in used if weight.keeps]
 
     def share(self, parameters: Iterable[Tensor], *, wholly: bool) -> None:
-        """Move the pieces of these into memory that is copied less often, or never.
+        """Move the pieces of these parameters into shared memory, to save copies.
 
-        If `wholly`, ranks along z that share memory have the pieces side by side there, and nobody
-        gathers: `done_reading` must then be called before each update. Else a gather copies a piece
-        once. Nobody may hold the memory of a parameter yet: it is another one afterwards.
+        If `wholly`, ranks along z that share memory have the pieces side by side there and gather
+        nothing: `done_reading` must then be called before each update. Else a gather copies a piece
+        once. The memory of each parameter is replaced: no other reference to it may exist yet.
         """
         for parameter in parameters:
             if id(parameter) in self._stored:
@@ -81,12 +81,12 @@ class Weights:
             self._is_settled = True
 
     def done_reading(self) -> None:
-        """Return when no rank reads shared pieces any more: they may change."""
+        """Return when no rank reads shared pieces any more, so that they may change."""
         if any(weight.is_common for weight in self._numbered):
             self._grid.gathers.barrier()
 
     def check_names(self) -> None:
-        """Refuse a name to keep that no weight has: it would be ignored."""
+        """Refuse an entry of keep_names that matches no weight: it would be ignored."""
         known = [name for weight in self._numbered for name in weight.names]
         for wanted in self._grid.settings.keep_names:
             if not any(_is_inside(name, wanted) for name in known):
@@ -101,27 +101,27 @@ class Weights:
         return settings.keep_gathered or any(_is_inside(*pair) for pair in wanted)
 
     def holds(self, parameter: Tensor) -> bool:
-        """Say whether a parameter is one of these, which layers gather and cast themselves."""
+        """Return whether a parameter is one of these, which layers gather and cast themselves."""
         return id(parameter) in self._stored
 
     def on_use(self, weight: StoredWeight, phase: str) -> None:
-        """Begin to gather what will be used next."""
+        """Start to gather the weight that will be used next."""
         following = self._order.on_use(Use(phase, weight.number))
         if following is not None and self._grid.settings.overlap_all_gather:
             self._numbered[following].begin_gather()
 
     def begin(self, parameter: Tensor) -> None:
-        """Say that a step's last backward is done with a parameter, which may be none of these."""
+        """Start the sum of a parameter's gradient, after its last backward of a step."""
         if id(parameter) in self._stored:
             self._stored[id(parameter)].begin_sum()
 
     def finish(self, parameter: Tensor) -> None:
-        """Return when the gradient of a parameter is in place."""
+        """Return when the gradient of a parameter is complete."""
         if id(parameter) in self._stored:
             self._stored[id(parameter)].finish_sum()
 
     def finish_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Return when the gradients of these are in place, and no others: those may grow still."""
+        """Return when the gradients of these parameters are complete; others may still grow."""
         known = [self._stored[id(p)] for p in parameters if id(p) in self._stored]
         for weight in known:
             weight.begin_sum()
@@ -129,7 +129,7 @@ class Weights:
             weight.finish_sum()
 
     def on_change(self) -> None:
-        """Forget what was gathered: the weights are others now."""
+        """Drop gathered blocks, because the weights have changed."""
         self._is_settled = False
         self._order.on_change()
         for weight in self._numbered:
@@ -152,22 +152,22 @@ class StoredWeight:
         self.parameter = parameter
         self.number = number
         self.names: list[str] = []  # several, if layers share it
-        self.keeps = False  # its block until it changes, and the sum of its gradients
+        self.keeps = False  # the block until it changes, and the sum of its gradients
         self._settings = grid.settings
         self._gathers = labelled(grid.gathers, label)
         self._scatters = labelled(grid.scatters, label)
         self._all = all_
         self.is_split = is_split and grid.gathers.size > 1
-        self._common: Tensor | None = None  # the block, if all ranks along z have its memory
+        self._common: Tensor | None = None  # the block, if ranks along z share its memory
         self._gathering: tuple[Handle, Tensor] | None = None
         self._block: Tensor | None = None  # kept between uses
         self._sum: Tensor | None = None  # of gradients of the block, kept between backwards
-        self._target: Tensor | None = None  # where that sum belongs
+        self._target: Tensor | None = None  # the gradient to add it to
         self._pending: _Sum | None = None
 
     @property
     def is_common(self) -> bool:
-        """Whether all ranks have their pieces in one memory."""
+        """Whether ranks along z share the memory of the block."""
         return self._common is not None
 
     @property
@@ -201,7 +201,7 @@ class StoredWeight:
         return block
 
     def share(self, wholly: bool) -> None:
-        """Move the piece into memory common with other ranks, else such that gathers copy once."""
+        """Move the piece into common memory, or into memory from which gathers copy once."""
         if not self.is_split:
             return
         piece = self.parameter.detach()
@@ -210,11 +210,13 @@ class StoredWeight:
         if self._common is None:
             shared = empty_for(self._gathers, piece.numel(), piece)
         else:
-            shared = _part(self._common, self._gathers.index, self._gathers.size)
+            # A storage of its own, of this rank's part only.
+            parts = self._common.view(torch.uint8).numpy().reshape(self._gathers.size, -1)
+            shared = torch.from_numpy(parts[self._gathers.index]).view(piece.dtype)
         self.parameter.data = shared.view_as(piece).copy_(piece)
 
     def begin_gather(self) -> None:
-        """Begin to gather the block, unless that is done or under way."""
+        """Start to gather the block, unless that is done or in progress."""
         if self._block is not None or self._gathering is not None:
             return
         piece = self.parameter.detach()
@@ -222,36 +224,33 @@ class StoredWeight:
         self._gathering = (self._gathers.all_gather(block, piece), block)
 
     def forget(self) -> None:
-        """Drop what was gathered, also what is still under way."""
+        """Drop the gathered block, also one in progress."""
         if self._gathering is not None:
             self._gathering[0].wait()
         self._gathering = self._block = None
 
     def gradient(self, of_block: Tensor) -> Tensor | None:
-        """Take the gradient of the block; return that of the parameter, or None if it comes later.
+        """Add the gradient of the block; return that of the parameter, or None if it comes later.
 
-        Whether one waits for its sum or not, it is added by `finish_sum`, in the same order.
+        With or without overlap it is added by `finish_sum`, in the same order.
         """
         if not self.is_split:
             return of_block
         of_block = of_block.to(self.parameter.dtype)
         if self.keeps:
-            self._keep(of_block)
+            if self.parameter.grad is not self._target:  # of another batch, or the first
+                self.begin_sum()
+                self._target = self.parameter.grad
+            self._sum = of_block if self._sum is None else self._sum.add_(of_block)
             return None
-        self.finish_sum()  # of the microbatch before: it had all the time since
+        self.finish_sum()  # of the microbatch before
         self._pending = self._start_sum(of_block, self.parameter.grad)
         if not self._settings.overlap_reduce_scatter:
             self._pending.handle.wait()
         return None
 
-    def _keep(self, of_block: Tensor) -> None:
-        if self.parameter.grad is not self._target:  # of another batch, or the first
-            self.begin_sum()
-            self._target = self.parameter.grad
-        self._sum = of_block if self._sum is None else self._sum.add_(of_block)
-
     def begin_sum(self) -> None:
-        """Start what was kept to be summed once."""
+        """Start the sum over z of the kept gradients."""
         if self._sum is not None:
             self.finish_sum()
             self._pending = self._start_sum(self._sum, self._target)
@@ -277,9 +276,9 @@ class StoredWeight:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A started reduce-scatter, which reads `of_block` until its end.
+    """A started reduce-scatter, which reads `of_block` until it ends.
 
-    `target` is the parameter's gradient of that moment: in a pipeline that never flushes, the next
+    `target` is the parameter's gradient at the start: in a pipeline that never flushes, the next
     batch has another.
     """
 
@@ -287,12 +286,6 @@ class _Sum:
     piece: Tensor
     of_block: Tensor
     target: Tensor | None
-
-
-def _part(common: Tensor, index: int, size: int) -> Tensor:
-    """Return one of some equal parts of memory as a storage of its own: what a rank holds."""
-    parts = common.view(torch.uint8).numpy().reshape(size, -1)
-    return torch.from_numpy(parts[index]).view(common.dtype)
 
 
 def _is_inside(name: str, module: str) -> bool:
