@@ -40,7 +40,7 @@ from benchmarks.harness import spread
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
 from ganglion.decide.simulator.averaging.result import PUSH, STEP, AveragingSimulation
 from ganglion.decide.simulator.averaging.simulate import calibrated, simulate_averaging
-from ganglion.execute.averaging.methods.elastic import elastic_force
+from ganglion.execute.averaging.methods.method import elastic_force
 
 SHARE = 0.87  # of original_easgd, table 3 of the paper
 # A message of this size takes twice as long as an empty one: what table 3 gives for 8 messages of

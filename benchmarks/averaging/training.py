@@ -27,7 +27,7 @@ from ganglion.decide.simulator.averaging.result import (
     AveragingEvent,
 )
 from ganglion.decide.simulator.averaging.simulate import METHODS
-from ganglion.execute.averaging.methods.elastic import elastic_force
+from ganglion.execute.averaging.methods.method import elastic_force
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.served.rules import Additive, Elastic
 from ganglion.execute.data.idx import find_idx_folder, find_idx_pair, read_idx

@@ -17,7 +17,7 @@ from benchmarks.averaging import training
 from ganglion.decide.simulator.averaging import result as averaging_result
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
 from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
-from ganglion.execute.averaging.methods import method
+from ganglion.execute.averaging.methods import metrics
 from tests.support.command import python
 
 COMMAND = ("-m", "benchmarks.averaging")
@@ -85,7 +85,7 @@ def test_versions_of_sync_easgd_differ_in_time_only() -> None:
 
 
 def test_the_clock_names_times_as_the_methods_do() -> None:
-    assert averaging_result.BREAKDOWN == method.BREAKDOWN
+    assert averaging_result.BREAKDOWN == metrics.BREAKDOWN
 
 
 # --- the script ----------------------------------------------------------------------------------

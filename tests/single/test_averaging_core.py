@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.execute.averaging.methods.elastic import elastic_force, elastic_step_
+from ganglion.execute.averaging.methods.method import elastic_force, elastic_step_
 
 ORDERS = st.lists(st.integers(0, 4), min_size=1, max_size=30)
 

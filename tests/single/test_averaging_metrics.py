@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ganglion.decide.topology import Mesh
 from ganglion.execute.averaging.average import ElasticAverage
-from ganglion.execute.averaging.methods.method import ExchangeMetrics
-from ganglion.execute.averaging.methods.motion import Motion, distance
+from ganglion.execute.averaging.methods.metrics import ExchangeMetrics, Motion, distance
 from ganglion.execute.averaging.methods.outer import diloco
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.comm import World, run_threads

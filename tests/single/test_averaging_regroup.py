@@ -291,7 +291,7 @@ def test_a_broadcast_that_breaks_off_leaves_no_half_of_a_centre() -> None:
                 return before, before
             with pytest.raises(PeerLost):
                 train_steps(model, optimizer, rank, range(3, 4))
-            method._center._coming[:3] = 99.0  # as much as came
+            method._center._arriving[:3] = 99.0  # as much as came
             average.regroup(meetings.world("b", 0, 1))
             return before, centre_of(average)
 

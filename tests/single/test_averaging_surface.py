@@ -12,7 +12,7 @@ from torch import nn
 from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, ProtocolError
 from ganglion.execute.averaging.average import ElasticAverage
-from ganglion.execute.averaging.methods.method import BREAKDOWN
+from ganglion.execute.averaging.methods.metrics import BREAKDOWN
 from ganglion.execute.averaging.methods.outer import local_sgd
 from ganglion.execute.comm import World, run_threads
 from tests.support.averages import (

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from ganglion.decide.topology import Mesh
 from ganglion.execute.averaging.average import ElasticAverage
-from ganglion.execute.averaging.methods.method import ExchangeMetrics
+from ganglion.execute.averaging.methods.metrics import ExchangeMetrics
 from ganglion.execute.comm import World, run_threads
 
 LR = 0.05

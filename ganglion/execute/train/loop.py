@@ -34,7 +34,7 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
     for result in run.steps(batches, until=job.last_step, drain_at=job.is_milestone):
         step_s = watch.step_s(result.finished_s)
         last = result.step == job.last_step
-        # Drifting workers hear of a stop at different steps, and must do the same then.
+        # Asynchronous workers read of a stop at different steps, and must do the same then.
         interrupted = result.stop_requested and (run.plan.drifts or not last)
         # Who asked to stop is waiting: save at once, and leave the evaluation out.
         val_loss = None if interrupted else _evaluate_if_due(job, result.step, last)

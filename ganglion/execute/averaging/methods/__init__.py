@@ -1,4 +1,7 @@
-"""The equations of the averaging methods, over packed weights."""
+"""The equations of the averaging methods, over packed weights.
+
+Holds synchronous methods, shared memory and their parts; no sockets, launchers or user options.
+"""
 
 from ganglion.execute.averaging.methods.centers import (
     Center,
@@ -7,10 +10,15 @@ from ganglion.execute.averaging.methods.centers import (
     RootCenter,
 )
 from ganglion.execute.averaging.methods.compress import CompressedSum, make_codec
-from ganglion.execute.averaging.methods.elastic import elastic_force, elastic_step_
 from ganglion.execute.averaging.methods.hogwild import HogwildEasgd, HogwildSgd
-from ganglion.execute.averaging.methods.method import BREAKDOWN, ExchangeMetrics, Method, State
-from ganglion.execute.averaging.methods.motion import Motion
+from ganglion.execute.averaging.methods.method import (
+    Method,
+    NoOverlap,
+    State,
+    elastic_force,
+    elastic_step_,
+)
+from ganglion.execute.averaging.methods.metrics import BREAKDOWN, ExchangeMetrics, Motion, Stopwatch
 from ganglion.execute.averaging.methods.outer import (
     OuterAveraging,
     OuterFactory,
@@ -20,7 +28,6 @@ from ganglion.execute.averaging.methods.outer import (
 )
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.methods.shared_center import SharedCenter
-from ganglion.execute.averaging.methods.stopwatch import Stopwatch
 from ganglion.execute.averaging.methods.sums import Bounds, GroupSum, Meter, Sum, Votes
 from ganglion.execute.averaging.methods.sync import MEAN_OF, SUM_OF, SyncEasgd, SyncSgd
 from ganglion.execute.averaging.methods.tree import TreeGroup
@@ -40,6 +47,7 @@ __all__ = [
     "Meter",
     "Method",
     "Motion",
+    "NoOverlap",
     "OuterAveraging",
     "OuterFactory",
     "Packed",

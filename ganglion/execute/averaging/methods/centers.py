@@ -1,4 +1,4 @@
-"""Where the centre lives, and how it and the workers learn of each other in one exchange.
+"""Where the centre lives, and what travels in one exchange.
 
 | centre     | travels                          | moved by                          |
 |------------|----------------------------------|-----------------------------------|
@@ -7,8 +7,8 @@
 | root       | c to all, sum of w to the root   | the root, which is a worker too   |
 
 All three compute c' = c + alpha * sum(w - c) and the force alpha * (w - c) with the old c. A centre
-has two vectors: c, and one that is on its way. They change places in an exchange, for the new
-centre is made in the memory of the sum and the force in the memory of the old centre.
+has two vectors, c and one in transfer. They change places in an exchange: the new centre is made in
+the memory of the sum, and the force in the memory of the old centre.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ganglion.execute.averaging.methods.elastic import elastic_force
-from ganglion.execute.averaging.methods.motion import distance
+from ganglion.execute.averaging.methods.method import elastic_force
+from ganglion.execute.averaging.methods.metrics import distance
 from ganglion.execute.averaging.methods.sums import Bounds, Meter, Sum, allocate
 from ganglion.execute.comm import Group, Handle
 
@@ -35,16 +35,16 @@ class Center(Protocol):
     host_s: float | None  # spent on a centre in host memory; None if it is elsewhere
 
     def start(self, worker: Tensor) -> None:
-        """Begin an exchange of these weights, of which a copy is taken."""
+        """Start an exchange of a copy of these weights."""
 
     def wait(self) -> None:
-        """Return when everything of the exchange has come."""
+        """Return when all data of the exchange have arrived."""
 
     def before(self) -> Tensor | None:
-        """Return the centre that the exchange which began last is reckoned from, if it is here."""
+        """Return the centre that the last started exchange is computed from, if it is here."""
 
     def tensors(self) -> list[Tensor]:
-        """Return the centre and what belongs to it."""
+        """Return the centre and the buffers of its exchanges."""
 
     def apply(self, worker: Tensor, alpha: float, num_workers: int) -> Tensor:
         """Move the centre; return the force on this worker, valid until the next `start`."""
@@ -56,7 +56,6 @@ class ReplicatedCenter:
     lag = 0
 
     def __init__(self, worker: Tensor, sums: Sum, group: Group) -> None:
-        """Begin with the centre at `worker`."""
         self.host_s: float | None = None
         self.moved: Tensor | float = 0.0
         self.flat = allocate(group, worker).copy_(worker)
@@ -64,16 +63,16 @@ class ReplicatedCenter:
         self._sums = sums
 
     def start(self, worker: Tensor) -> None:
-        """Begin to sum the weights."""
+        """Start to sum the weights."""
         self._sums.buffer.copy_(worker)
         self._sums.start()
 
     def wait(self) -> None:
-        """Return when the sum is there."""
+        """Return when the sum is complete."""
         self._sums.wait()
 
     def before(self) -> Tensor | None:
-        """Return the centre itself, until it is moved."""
+        """Return the centre itself, until `apply` moves it."""
         return self.flat
 
     def tensors(self) -> list[Tensor]:
@@ -96,11 +95,11 @@ class ReplicatedCenter:
 class DeltaCenter(ReplicatedCenter):
     """A copy of the centre on every worker, moved by the sum of all differences from it.
 
-    Differences are small, so they are what can be compressed. All workers add the same sum.
+    Differences are small enough to be compressed. All workers add the same sum.
     """
 
     def start(self, worker: Tensor) -> None:
-        """Begin to sum the differences."""
+        """Start to sum the differences."""
         torch.sub(worker, self.flat, out=self._sums.buffer)
         self._sums.start()
 
@@ -109,7 +108,7 @@ class DeltaCenter(ReplicatedCenter):
 
 
 class RootCenter:
-    """The centre at the first worker; the others hold it as it was at the last exchange.
+    """The centre at the first worker; the others have it as of the last exchange.
 
     With `on_host`, it lies in host memory and travels through it (version 1 of Sync EASGD).
     """
@@ -117,7 +116,6 @@ class RootCenter:
     def __init__(
         self, worker: Tensor, group: Group, bounds: Bounds, meter: Meter, *, on_host: bool = False
     ) -> None:
-        """Begin with the centre at `worker`."""
         device = torch.device("cpu") if on_host else worker.device
         like = worker.to(device)
         self.flat = allocate(group, like).copy_(like)
@@ -126,43 +124,43 @@ class RootCenter:
         self.host_s: float | None = 0.0 if on_host else None
         self.moved: Tensor | float = 0.0
         self._travelling = allocate(group, like)
-        # A broadcast that breaks off must not leave half of it in what may be the last centre.
-        self._coming = self.flat if group.index == 0 else allocate(group, like)
-        self._has_come = False
+        # A broadcast that breaks off must not damage what may be the last copy of the centre.
+        self._arriving = self.flat if group.index == 0 else allocate(group, like)
+        self._has_arrived = False
         self._group, self._bounds, self._meter = group, bounds, meter
         self._handles: list[Handle] = []
 
     def start(self, worker: Tensor) -> None:
-        """Begin to broadcast the centre and to sum the weights at the root."""
+        """Start to broadcast the centre and to sum the weights at the root."""
         self._travelling.copy_(worker)
-        self._has_come = False
+        self._has_arrived = False
         if self._group.index == 0:
-            self._coming = self.flat
+            self._arriving = self.flat
         for begin, end in self._bounds:
-            self._handles.append(self._group.broadcast(self._coming[begin:end], 0))
+            self._handles.append(self._group.broadcast(self._arriving[begin:end], 0))
             self._handles.append(self._group.reduce(self._travelling[begin:end], 0))
         self._meter.sent_bytes += self._travelling.nbytes
 
     def wait(self) -> None:
-        """Return when the centre is here, and at the root the sum."""
+        """Return when the centre has arrived, and at the root the sum."""
         handles, self._handles = self._handles, []
         self._meter.wait(handles)
-        self._has_come = True
+        self._has_arrived = True
 
     def before(self) -> Tensor | None:
-        """Return the centre that was broadcast, if all of it has come."""
-        return self._coming if self._has_come else None
+        """Return the centre that was broadcast, if all of it has arrived."""
+        return self._arriving if self._has_arrived else None
 
     def tensors(self) -> list[Tensor]:
-        """Return the centre as it is here, the one that comes, and the weights under way."""
-        return [self.flat, self._coming, self._travelling]
+        """Return the known centre, the one that arrives, and the weights in transfer."""
+        return [self.flat, self._arriving, self._travelling]
 
     def apply(self, worker: Tensor, alpha: float, num_workers: int) -> Tensor:
         """Move the centre at the root; return the force on this worker."""
         worker = worker.to(self.flat.device)
         if self._group.index != 0:
-            self.moved = distance(self._coming, self.flat)
-            self.flat, self._coming = self._coming, self.flat
+            self.moved = distance(self._arriving, self.flat)
+            self.flat, self._arriving = self._arriving, self.flat
             return elastic_force(worker, self.flat, alpha, out=self._travelling)
         start_s = time.perf_counter()
         old, new = self.flat, self._travelling

@@ -1,10 +1,10 @@
-"""Compressed sums of differences: what rounding took away is sent the next time.
+"""Compressed sums of differences, with error feedback.
 
     v = difference + residual        q = encode(v)        residual = v - decode(q)
 
-All workers gather all q and add the decoded values in order of rank, in full precision: every one
-gets the same bits, and nothing is lost but the residual, which error feedback keeps. Raw weights
-are never compressed: their rounding would not shrink as the workers come together.
+All workers gather all q and add the decoded values in order of rank, in full precision, so all get
+the same bits. Rounding errors stay in the residual and are sent the next time. Raw weights are
+never compressed: their rounding would not shrink as the workers come together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Codec(Protocol):
     """Turns a vector into fewer bytes and back."""
 
     def num_bytes(self, numel: int) -> int:
-        """Return how many bytes a vector of that many elements becomes."""
+        """Return the size of the code of so many elements."""
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write the code of `values` into the bytes `out`."""
@@ -38,19 +38,18 @@ class HalfCodec:
     """16 bits an element, by rounding to bfloat16 or float16."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Round to `dtype`."""
         self._dtype = dtype
 
     def num_bytes(self, numel: int) -> int:
-        """Two a value."""
+        """Return two bytes for each value."""
         return 2 * numel
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Round."""
+        """Round the values."""
         out.view(self._dtype).copy_(values)
 
     def decode(self, code: Tensor, out: Tensor) -> None:
-        """Widen, which is exact."""
+        """Widen the values, which is exact."""
         out.copy_(code.view(self._dtype))
 
 
@@ -58,7 +57,7 @@ class Int8Codec:
     """8 bits an element, and one float32 scale for each block of 256."""
 
     def num_bytes(self, numel: int) -> int:
-        """One a value, four a block; the last block is filled up."""
+        """Return one byte for each value and four for each block; the last block is padded."""
         return (_BLOCK + 4) * -(-numel // _BLOCK)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
@@ -84,7 +83,7 @@ class Int8Codec:
 
 
 def make_codec(name: str) -> Codec:
-    """Return the codec a user names with `compress`."""
+    """Return the codec of an option `compress`."""
     codecs: dict[str, Codec] = {
         "bf16": HalfCodec(torch.bfloat16),
         "fp16": HalfCodec(torch.float16),
@@ -96,7 +95,7 @@ def make_codec(name: str) -> Codec:
 
 
 class CompressedSum:
-    """A sum over all workers of which only codes travel."""
+    """A sum over all workers that sends codes only."""
 
     def __init__(self, group: Group, like: Tensor, codec: Codec, meter: Meter) -> None:
         """Sum vectors like `like`, with an empty residual."""
@@ -111,7 +110,7 @@ class CompressedSum:
         self._handle: Handle | None = None
 
     def start(self) -> None:
-        """Begin to sum what is in the buffer and what was held back."""
+        """Start to sum the buffer and the residual."""
         self.residual.add_(self.buffer)
         self._codec.encode(self.residual, self._code(self._mine))
         self._codec.decode(self._code(self._mine), self.buffer)
@@ -120,7 +119,7 @@ class CompressedSum:
         self._meter.sent_bytes += self._mine.nbytes
 
     def wait(self) -> Tensor:
-        """Return the buffer when it holds the sum of what was decoded."""
+        """Return the buffer when it holds the sum of the decoded values."""
         if self._handle is not None:
             self._meter.wait([self._handle])
             self._handle = None
@@ -128,20 +127,20 @@ class CompressedSum:
         return self.buffer
 
     def discard(self) -> None:
-        """Hold back what was sent in vain, too."""
+        """Add the unused code to the residual."""
         self._codec.decode(self._code(self._mine), self.buffer)
         self.residual.add_(self.buffer)
 
     def tensors(self) -> list[Tensor]:
-        """Return the sum, what is held back, and the codes."""
+        """Return the sum, the residual and the codes."""
         return [self.buffer, self.residual, self._mine, self._all]
 
     def state(self) -> dict[str, Tensor]:
-        """Return what is held back."""
+        """Return a copy of the residual."""
         return {"residual": self.residual.clone()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Hold back what was held back then; nothing if the workers were others."""
+        """Load the residual; zero it if the state has none, for the workers were others."""
         if "residual" in state:
             self.residual.copy_(state["residual"])
         else:

@@ -1,13 +1,12 @@
-"""Methods without locks: workers of one host write the same centre whenever they like.
+"""Methods without locks: workers of one host write the same centre at any time.
 
     worker 0   reads c, adds e0 --.
     worker 1   reads c, adds e1 ---> c, in shared memory
     worker 2   reads c, adds e2 --'
 
 A word of an addition may be lost and a reader may see half of a write: that is the method
-(Hogwild), and how much was lost is measured. Nothing else is raced for: each worker has counters of
-its own. If all P workers read the same centre, their additions are one synchronous step; that
-bounds alpha.
+(Hogwild), and the loss is measured. There is no other race: each worker has its own counters. If
+all P workers read the same centre, their additions are one synchronous step; that bounds alpha.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from torch import Tensor
 from ganglion.decide.plan import HOGWILD
 from ganglion.decide.schedules.exchanges import STALENESS_PER_WORKER, ElasticRate
 from ganglion.errors import ConfigError, ProtocolError
-from ganglion.execute.averaging.methods.elastic import elastic_force
-from ganglion.execute.averaging.methods.method import ExchangeMetrics, State
-from ganglion.execute.averaging.methods.motion import Motion
+from ganglion.execute.averaging.methods.method import NoOverlap, State, elastic_force
+from ganglion.execute.averaging.methods.metrics import ExchangeMetrics, Motion
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.methods.shared_center import SharedCenter
 
 
-class _Hogwild:
-    """What both methods share: a place to start, counts, and the bound on staleness."""
+class _Hogwild(NoOverlap):
+    """Common part of both methods: the start, counts, and the bound on staleness."""
 
     def __init__(
         self,
@@ -60,20 +58,14 @@ class _Hogwild:
         self._look()
         self._start()
 
-    def begin_pass(self) -> None:
-        """Have nothing to start: the centre is in memory."""
-
     def center(self) -> Tensor:
-        """Return the centre as it is now; others go on writing it, so this is a copy."""
+        """Return a copy of the present centre, which others continue to write."""
         now = torch.empty_like(self._seen)
         self._shared.read(now)
         return now
 
-    def flush(self) -> None:
-        """Have nothing in flight."""
-
     def metrics(self) -> ExchangeMetrics:
-        """Return what was seen so far."""
+        """Return the measurements so far."""
         size = float(torch.linalg.vector_norm(self._seen))
         away = self._packed.gather().to("cpu") - self._seen
         metrics = ExchangeMetrics(
@@ -95,14 +87,14 @@ class _Hogwild:
         return [self._seen, self._shared.flat] if self._worker == 0 else [self._seen]
 
     def close(self) -> None:
-        """Leave: what this worker added stays."""
+        """Do nothing: additions of this worker stay in the centre."""
 
-    def _put_back(self, center: Tensor) -> None:
+    def _restore(self, center: Tensor) -> None:
         if self._worker == 0:
             self._shared.restart(center)
 
     def _look(self) -> None:
-        """Read the centre, without asking whether somebody writes it."""
+        """Read the centre without a lock."""
         self._seen_version = self._shared.version
         self._shared.read(self._seen)
 
@@ -112,7 +104,7 @@ class _Hogwild:
         self._packed.scatter()
 
     def _is_fresh(self) -> bool:
-        """Say whether what was seen may still be written from; count how old it is."""
+        """Return whether the centre read last is recent enough to write from; count its age."""
         staleness = self._shared.version - self._seen_version
         self._staleness[staleness] += 1
         self._num_discarded += staleness > self._limit
@@ -126,7 +118,7 @@ class _Hogwild:
 
 
 class HogwildEasgd(_Hogwild):
-    """Elastic averaging: c += alpha * (w - c), w -= the same, when this worker's turn comes."""
+    """Elastic averaging: c += alpha * (w - c) and w -= the same force, every tau steps."""
 
     def __init__(
         self,
@@ -163,15 +155,15 @@ class HogwildEasgd(_Hogwild):
         self._subtract()
 
     def state_dict(self) -> State:
-        """Return the counts and the centre; a force that waits for its step is applied first."""
+        """Return the counts and the centre, after a pending force is applied."""
         self._subtract()
         return {"center": self.center(), "step": self._num_steps, "taken_at": self._taken_at}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue at the same step; worker 0 also puts the centre back."""
+        """Continue at the saved step; worker 0 also restores the centre."""
         self._force = None
         self._num_steps, self._taken_at = int(state["step"]), int(state.get("taken_at", -1))
-        self._put_back(state["center"])
+        self._restore(state["center"])
 
     def _exchange(self, lr: float) -> None:
         self._packed.check()
@@ -193,7 +185,7 @@ class HogwildEasgd(_Hogwild):
 
 
 class HogwildSgd(_Hogwild):
-    """Async SGD without a lock: what the optimizer did is added, and the worker reads the centre.
+    """Async SGD without a lock: updates are added, and the worker continues from the centre.
 
     An update made from weights that are too old is not added.
     """
@@ -210,29 +202,26 @@ class HogwildSgd(_Hogwild):
         """Start at the centre; tau steps make one update, `max_staleness` is 4 per worker."""
         super().__init__(packed, center, worker, tau=tau, max_staleness=max_staleness)
 
-    def before_step(self, lr: float) -> None:
-        """Have nothing to do: the update is what the step will do."""
-
     def after_step(self, lr: float) -> None:
-        """Add the update of the last tau steps, and go on from the centre."""
+        """Add the update of the last tau steps, and continue from the centre."""
         self._num_steps += 1
         if self._num_steps % self._tau == 0:
             self.sync_now(lr)
 
     def sync_now(self, lr: float) -> None:
-        """Add what was done since the last exchange, and go on from the centre."""
+        """Add the update since the last exchange, and continue from the centre."""
         if self._is_fresh():
             self._add(self._packed.gather().to("cpu") - self._seen)
         self._look()
         self._start()
 
     def state_dict(self) -> State:
-        """Return the counts, the centre, and where this worker started from."""
+        """Return the counts, the centre, and the centre that this worker started from."""
         return {"center": self.center(), "step": self._num_steps, "base": self._seen.clone()}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue at the same step; worker 0 also puts the centre back."""
+        """Continue at the saved step; worker 0 also restores the centre."""
         self._num_steps = int(state["step"])
         self._seen.copy_(state["base"] if "base" in state else state["center"])
         self._seen_version = self._shared.version
-        self._put_back(state["center"])
+        self._restore(state["center"])

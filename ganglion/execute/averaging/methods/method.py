@@ -1,4 +1,4 @@
-"""What a method of averaging is to the loop that drives it: hooks around a step, and a centre.
+"""The interface between a method of averaging and the loop that drives it, and the elastic force.
 
     begin_pass()        a forward is about to begin: overlapped exchanges start here
     ...                 forward, backward: the weights do not change
@@ -6,99 +6,86 @@
     optimizer.step()    any torch optimizer
     after_step(lr)      the force of the exchange is applied
 
-One instance belongs to one worker and to the thread that runs its loop.
+One instance belongs to one worker and to the thread that runs its loop. The elastic force is
+
+    e = alpha * (w - c)        w <- w - e        c <- c + e
+
+Both halves read the same old (w, c), so w + c is kept: with the gradients off, the sum of the
+centre and all workers never changes (Zhang, Choromanska, LeCun 2015, equations 3 to 6).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from ganglion.execute.averaging.methods.metrics import ExchangeMetrics
 
 State = dict[str, Any]
 """What torch.save takes: tensors, numbers and texts by name."""
 
-BREAKDOWN = ("param_dev_dev", "data_host_dev", "param_host_dev", "fwd_bwd", "upd_dev", "upd_host")
-"""The six parts of a step's time that the paper reports (You, Buluc, Demmel 2017, table 3)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeMetrics:
-    """What one worker has seen of the exchanges so far; times are of the wall clock."""
-
-    num_workers: int = 1
-    num_steps: int = 0
-    num_exchanges: int = 0
-    num_discarded: int = 0  # exchanges that were given up, or refused because too stale
-    sent_bytes: int = 0
-    wait_s: float = 0.0  # spent blocked, waiting for an exchange
-    comm_s: float = 0.0  # from the start of each exchange to its end, hidden or not
-    exposed_s: float = 0.0  # the part of comm_s that compute did not hide
-    staleness: Counter[int] = field(default_factory=Counter)  # centre versions missed -> times
-    consensus: float = 0.0  # |w - c| / |c|, as this worker sees it
-    force: float = 0.0  # norm of the elastic force of the last exchange
-    step_norm: float = 0.0  # and of what the optimizer did in its step, by a sample of the weights
-    center_move: float = 0.0  # |c' - c|: how far the last exchange moved the centre
-    center_speed: float = 0.0  # the same as a share of |c|
-    age_s: float = 0.0  # how old the centre was that the last exchange took the place of
-    concurrency: int = 1  # most exchanges that were reckoned from the same centre
-    num_retries: int = 0  # connections that broke and were made again
-    max_queue: int = 0  # most requests that ever waited at the server
-    lost_update: float = 0.0  # |applied forces - change of the centre|, without locks
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by the names of BREAKDOWN
-
-    @property
-    def staleness_max(self) -> int:
-        """How many versions the stalest exchange had missed."""
-        return max(self.staleness, default=0)
-
-    @property
-    def staleness_p99(self) -> int:
-        """How many versions were missed at most by 99 of 100 exchanges."""
-        most = 0.99 * self.staleness.total()
-        num_seen = 0
-        for missed, times in sorted(self.staleness.items()):
-            num_seen += times
-            if num_seen >= most:
-                return missed
-        return 0
-
 
 class Method(Protocol):
-    """What ElasticAverage drives; one instance a worker."""
-
-    def before_step(self, lr: float) -> None:
-        """Take note that the optimizer is about to step; the gradient belongs to these weights."""
-
-    def after_step(self, lr: float) -> None:
-        """Take note that it has stepped."""
+    """A method of averaging, as ElasticAverage drives it."""
 
     def begin_pass(self) -> None:
-        """Take note that a forward is about to begin; any number of times before a step."""
+        """Start an overlapped exchange; called before each forward, perhaps several a step."""
+
+    def before_step(self, lr: float) -> None:
+        """Do the part that needs the weights of the gradient; the optimizer steps next."""
+
+    def after_step(self, lr: float) -> None:
+        """Do the part that follows the optimizer's step."""
 
     def sync_now(self, lr: float) -> None:
         """Exchange now, in place of this step's own exchange if it has one."""
 
     def center(self) -> Tensor:
-        """Return the flat centre, as new as this worker can have it, for reading only."""
+        """Return the newest flat centre that this worker can have, for reading only."""
 
     def flush(self) -> None:
         """Finish what is in flight."""
 
     def metrics(self) -> ExchangeMetrics:
-        """Return what was seen so far."""
+        """Return the measurements so far."""
 
     def tensors(self) -> list[Tensor]:
-        """Return what is kept between steps, besides the weights themselves."""
+        """Return the memory kept between steps, without the weights themselves."""
 
     def state_dict(self) -> State:
-        """Return copies of everything a bit-exact resume needs, but the weights."""
+        """Return copies of everything that a bit-exact resume needs, except the weights."""
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from what state_dict returned."""
+        """Continue from the result of state_dict."""
 
     def close(self) -> None:
-        """Release what the method holds; it cannot be used afterwards."""
+        """Release everything; the method cannot be used afterwards."""
+
+
+class NoOverlap:
+    """The hooks of a method that has nothing in flight during a pass."""
+
+    def begin_pass(self) -> None:
+        """Do nothing: no exchange starts before a forward."""
+
+    def before_step(self, lr: float) -> None:
+        """Do nothing: the exchange needs the weights after the step."""
+
+    def flush(self) -> None:
+        """Do nothing: nothing is in flight between steps."""
+
+
+def elastic_force(
+    worker: Tensor, center: Tensor, alpha: float, out: Tensor | None = None
+) -> Tensor:
+    """Return alpha * (worker - center), in `out` if given."""
+    return torch.sub(worker, center, out=out).mul_(alpha)
+
+
+def elastic_step_(worker: Tensor, center: Tensor, alpha: float) -> None:
+    """Move a worker and the centre towards each other by the same force."""
+    force = elastic_force(worker, center, alpha)
+    worker.sub_(force)
+    center.add_(force)

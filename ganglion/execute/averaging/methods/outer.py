@@ -1,4 +1,4 @@
-"""One form for local SGD, SlowMo, DiLoCo and their like: an optimizer outside moves the centre.
+"""Local SGD, SlowMo, DiLoCo and similar methods: an outer optimizer moves the centre.
 
 Every tau steps, with w the weights of a worker and c the centre:
 
@@ -13,9 +13,9 @@ Every tau steps, with w the weights of a worker and c the centre:
 | DiLoCo                  | SGD(0.7, momentum 0.9, Nesterov) | 1 |                    |
 | overlapped, streaming   | as DiLoCo, for each fragment  | any | applied `delay` steps late |
 
-The outer optimizer is any of torch: it sees the centre as parameters of the model's own shapes.
-Buffers (running statistics) are plainly averaged: momentum could make a variance negative. With a
-delay, the sum runs beside the steps in between; waiting for it at once gives the same bits.
+The outer optimizer is any of torch; its parameters are the centre in the shapes of the model.
+Buffers (running statistics) are averaged without it: momentum could make a variance negative. With
+a delay, the sum runs beside the steps in between; waiting for it at once gives the same bits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from ganglion.decide.schedules.exchanges import Exchange, SyncExchange
 from ganglion.errors import CommError, ConfigError
-from ganglion.execute.averaging.methods.method import ExchangeMetrics, State
-from ganglion.execute.averaging.methods.motion import Motion, distance
+from ganglion.execute.averaging.methods.method import NoOverlap, State
+from ganglion.execute.averaging.methods.metrics import ExchangeMetrics, Motion, distance
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.methods.sums import Bounds, Meter, Sum, Votes
 from ganglion.execute.averaging.methods.sync import consensus, turns_seen
@@ -40,22 +40,22 @@ OuterFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def local_sgd() -> OuterFactory:
-    """Let the centre be the mean of the workers."""
+    """Return an outer optimizer that sets the centre to the mean of the workers."""
     return lambda parameters: torch.optim.SGD(parameters, lr=1.0)
 
 
 def slow_momentum(lr: float = 1.0, momentum: float = 0.5) -> OuterFactory:
-    """Give the movement of the mean momentum (SlowMo, BMUF), at a constant inner rate."""
+    """Return an outer optimizer with momentum (SlowMo, BMUF), for a constant inner rate."""
     return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum)
 
 
 def diloco(lr: float = 0.7, momentum: float = 0.9) -> OuterFactory:
-    """Give the movement of the mean Nesterov momentum (DiLoCo)."""
+    """Return an outer optimizer with Nesterov momentum (DiLoCo)."""
     return lambda ps: torch.optim.SGD(ps, lr=lr, momentum=momentum, nesterov=True)
 
 
-class _Part:
-    """One fragment: its range of the flat vector, its sum, its votes and its parameters."""
+class _Fragment:
+    """A part of the flat vector that is exchanged at once: its range, sum and parameters."""
 
     def __init__(self, packed: Packed, center: Tensor, bounds: tuple[int, int], sums: Sum) -> None:
         self.range = slice(*bounds)
@@ -65,19 +65,19 @@ class _Part:
         self.parameters = [nn.Parameter(entry.view(center)) for entry in entries]
         self._gradients = [entry.view(sums.buffer, bounds[0]) for entry in entries]
 
-    def give_gradients(self) -> None:
-        """Let the outer optimizer see the gradients that lie in the memory of the sum."""
+    def set_gradients(self) -> None:
+        """Set the gradients of the parameters, in the memory of the sum."""
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
-    def take_gradients(self) -> None:
-        """Let it see none: a step then leaves these parameters alone."""
+    def clear_gradients(self) -> None:
+        """Clear the gradients, so that a step leaves these parameters unchanged."""
         for parameter in self.parameters:
             parameter.grad = None
 
 
-class OuterAveraging:
-    """Averages every tau steps, and lets an optimizer move the centre by what it finds."""
+class OuterAveraging(NoOverlap):
+    """Averaging every tau steps, whose result an outer optimizer applies to the centre."""
 
     def __init__(
         self,
@@ -103,23 +103,17 @@ class OuterAveraging:
         self._packed, self._center, self._votes = packed, center, votes
         self.turns, self._meter, self._q = turns, meter, q
         self._overlap, self._differences = overlap, differences
-        self._parts = [_Part(packed, center, b, s) for b, s in zip(bounds, sums, strict=True)]
+        self._parts = [_Fragment(packed, center, b, s) for b, s in zip(bounds, sums, strict=True)]
         self.outer = outer([p for part in self._parts for p in part.parameters])
         self._motion = Motion()
-        self._came: dict[int, dict[int, bool]] = {}  # votes by number of exchange, once it is here
+        self._arrived: dict[int, dict[int, bool]] = {}  # votes by number of exchange, once complete
 
     def outer_parameters(self) -> list[nn.Parameter]:
-        """Return the centre as the outer optimizer sees it, in the order of the packed tensors."""
+        """Return the parameters of the outer optimizer, in the order of the packed tensors."""
         return [parameter for part in self._parts for parameter in part.parameters]
 
-    def begin_pass(self) -> None:
-        """Have nothing to start: exchanges start right after a step."""
-
-    def before_step(self, lr: float) -> None:
-        """Have nothing to do: the exchange reads the weights after the step."""
-
     def after_step(self, lr: float) -> None:
-        """End the exchanges that are due, and start those whose turn it is."""
+        """Finish the exchanges that are due, and start the next ones."""
         self.turns.on_step()
         self._end(self.turns.ending())
         self._begin(self.turns.starting())
@@ -136,18 +130,18 @@ class OuterAveraging:
         return self._center
 
     def flush(self) -> None:
-        """Apply what is in flight now, before it is due; all workers call it at the same step."""
+        """Apply exchanges in flight before they are due; all workers call it at the same step."""
         self._end(self.turns.in_flight)
 
     def abandon(self) -> None:
-        """Give up what is in flight, without a wait for anybody."""
+        """Give up exchanges in flight, without waiting."""
         for exchange in self.turns.in_flight:
             self._parts[exchange.fragment].sums.discard()
-        self._came.clear()
+        self._arrived.clear()
         self.turns.discard()
 
     def catch_up(self, center: Tensor, version: int, lr: float) -> None:
-        """Take the pull of exchanges that were given up here and applied by others."""
+        """Apply the pull of exchanges that were given up here and applied by others."""
         missed = self.turns.missed(version)
         if missed:
             self._center.copy_(center)
@@ -155,19 +149,19 @@ class OuterAveraging:
             self._pull(self._parts[exchange.fragment])
 
     def metrics(self) -> ExchangeMetrics:
-        """Return what was seen so far."""
+        """Return the measurements so far."""
         away, size = consensus(self._packed.gather(), self._center)
         seen = dataclasses.replace(turns_seen(self.turns, self._meter), consensus=away)
         return self._motion.seen(seen, size)
 
     def tensors(self) -> list[Tensor]:
-        """Return the centre, the sums, and what the outer optimizer remembers."""
+        """Return the centre, the sums, and the state of the outer optimizer."""
         sums = [tensor for part in self._parts for tensor in part.sums.tensors()]
         kept = [t for state in self.outer.state.values() for t in state.values()]
         return [self._center, *sums, *(t for t in kept if isinstance(t, Tensor))]
 
     def state_dict(self) -> State:
-        """Return the centre, the outer optimizer, the counts and what is in flight."""
+        """Return the centre, the outer optimizer, the counts and exchanges in flight."""
         return {
             "center": self._center.clone(),
             "step": self.turns.step,
@@ -178,7 +172,7 @@ class OuterAveraging:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from what state_dict returned; the last weights must be loaded, too."""
+        """Continue from the result of state_dict; the weights must be loaded, too."""
         self._drop()
         self._center.copy_(state["center"])
         self.outer.load_state_dict(copy.deepcopy(state["outer"]))
@@ -191,7 +185,7 @@ class OuterAveraging:
             self._resume(saved)
 
     def close(self) -> None:
-        """Let nothing be in flight."""
+        """End exchanges in flight without applying them."""
         self._drop()
 
     # --- parts ---------------------------------------------------------------------------------
@@ -210,23 +204,23 @@ class OuterAveraging:
             part.sums.start()
             self._votes[exchange.fragment].start(mine)
             if not self._overlap:
-                self._arrive(exchange)
+                self._wait_for(exchange)
 
-    def _arrive(self, exchange: Exchange) -> dict[int, bool]:
+    def _wait_for(self, exchange: Exchange) -> dict[int, bool]:
         """Wait for the sum of an exchange; return the votes on it."""
-        if exchange.number not in self._came:
+        if exchange.number not in self._arrived:
             try:
                 self._parts[exchange.fragment].sums.wait()
-                self._came[exchange.number] = self._votes[exchange.fragment].wait()
+                self._arrived[exchange.number] = self._votes[exchange.fragment].wait()
             except CommError:
                 self.abandon()
                 raise
-        return self._came[exchange.number]
+        return self._arrived[exchange.number]
 
     def _end(self, ending: Sequence[Exchange]) -> None:
         for exchange in ending:
-            votes = self._arrive(exchange)
-            del self._came[exchange.number]
+            votes = self._wait_for(exchange)
+            del self._arrived[exchange.number]
             part = self._parts[exchange.fragment]
             if self.turns.on_votes(exchange, votes):
                 old = self._old_center(part)
@@ -236,25 +230,25 @@ class OuterAveraging:
             else:
                 part.sums.discard()
 
-    def _old_center(self, part: _Part) -> Tensor:
-        """Return a copy of the centre, where possible in memory that the pull is about to fill."""
+    def _old_center(self, part: _Fragment) -> Tensor:
+        """Return a copy of the centre, in memory that the pull will overwrite if possible."""
         center = self._center[part.range]
         if self._q < 1:
             return center.clone()
         return self._packed.flat[part.range].copy_(center)
 
-    def _move_center(self, part: _Part, num_workers: int) -> None:
+    def _move_center(self, part: _Fragment, num_workers: int) -> None:
         center, gradient = self._center[part.range], part.sums.buffer
         gradient.mul_(-1.0 / num_workers)
         if not self._differences:
             gradient.add_(center)
-        part.give_gradients()
+        part.set_gradients()
         self.outer.step()
-        part.take_gradients()
+        part.clear_gradients()
         num_trained = part.trained.stop - part.trained.start
         center[num_trained:].sub_(gradient[num_trained:])
 
-    def _pull(self, part: _Part) -> None:
+    def _pull(self, part: _Fragment) -> None:
         worker = self._packed.gather()
         trained, rest = part.trained, slice(part.trained.stop, part.range.stop)
         if self._q == 1:
@@ -265,7 +259,7 @@ class OuterAveraging:
         self._packed.scatter()
 
     def _saved(self, exchange: Exchange) -> dict[str, Any]:
-        votes = self._arrive(exchange)
+        votes = self._wait_for(exchange)
         total = self._parts[exchange.fragment].sums.buffer.clone()
         return {"exchange": dataclasses.asdict(exchange), "total": total, "votes": dict(votes)}
 
@@ -273,11 +267,11 @@ class OuterAveraging:
         fields = {**saved["exchange"], "members": tuple(saved["exchange"]["members"])}
         exchange = Exchange(**fields)
         self._parts[exchange.fragment].sums.buffer.copy_(saved["total"])
-        self._came[exchange.number] = dict(saved["votes"])
+        self._arrived[exchange.number] = dict(saved["votes"])
         self.turns.resume(exchange)
 
     def _drop(self) -> None:
-        """End what is in flight without applying it."""
+        """End exchanges in flight without applying them."""
         for exchange in self.turns.in_flight:
-            self._arrive(exchange)
+            self._wait_for(exchange)
         self.abandon()

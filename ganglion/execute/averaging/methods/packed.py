@@ -1,8 +1,8 @@
 """All weights of a model in one flat vector, so that an exchange is one message.
 
 Every trainable parameter, and every floating point buffer behind them, becomes a view of flat
-memory: one piece for each run of equal dtype. Where all is float32 (or all float64), that memory is
-itself the vector that is exchanged, and nothing is ever copied:
+memory: one piece for each run of equal dtype. If all is float32 (or all float64), that memory is
+itself the vector that is exchanged, without copies:
 
     flat      | conv.weight |pad| conv.bias |pad| ... || running_mean |pad| running_var |pad|
                 ^ p.data is a view of this            ^ num_trained
@@ -56,7 +56,7 @@ class _Piece:
 
 
 class Packed:
-    """The weights of a module as one vector; layouts are equal wherever the modules are."""
+    """The weights of a module as one vector; equal modules have equal layouts."""
 
     def __init__(self, module: nn.Module) -> None:
         """Move the weights of `module` into flat memory."""
@@ -85,7 +85,7 @@ class Packed:
         return tuple(entry.numel for entry in self.entries)
 
     def gather(self) -> Tensor:
-        """Return `flat` with the present weights in it."""
+        """Return `flat`, filled with the present weights."""
         if not self._is_live:
             for piece in self._pieces:
                 part = self.flat[piece.start : piece.start + piece.storage.numel()]
@@ -94,24 +94,24 @@ class Packed:
 
     def sample(self) -> Tensor:
         """Return a copy of up to 4096 of the present weights, evenly spread over all."""
-        stride = -(-self.numel // _MAX_SAMPLE) | 1  # odd, for rows of matrices seldom are
+        stride = -(-self.numel // _MAX_SAMPLE) | 1  # odd, because rows of matrices seldom are
         taken = [piece.storage[::stride] for piece in self._pieces]
         return torch.cat([part.to(self.flat.dtype) for part in taken])
 
     def scatter(self) -> None:
-        """Give the weights the values of `flat`."""
+        """Set the weights to the values of `flat`."""
         if not self._is_live:
             for piece in self._pieces:
                 part = self.flat[piece.start : piece.start + piece.storage.numel()]
                 piece.storage.copy_(part)
 
     def subtract(self, force: Tensor) -> None:
-        """Move the weights by a force, wherever that lies."""
+        """Subtract a force, on any device, from the weights."""
         self.gather().sub_(force.to(self.flat.device))
         self.scatter()
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the parts of any vector of this layout by name, as views."""
+        """Return views of any vector of this layout, by name."""
         return {entry.name: entry.view(flat) for entry in self.entries}
 
     def check(self) -> None:
@@ -133,7 +133,7 @@ class Packed:
                     )
 
     def repack(self) -> None:
-        """Take the present values of all tensors and make them views of the flat memory again."""
+        """Copy the values of all tensors into flat memory and make them views of it again."""
         for piece in self._pieces:
             for entry in piece.entries:
                 view = entry.view(piece.storage, piece.start)
@@ -145,7 +145,7 @@ class Packed:
         self.gather()
 
     def gather_gradients(self) -> Tensor:
-        """Return all gradients as one vector of the parameters' part; a missing one counts as 0."""
+        """Return all gradients as one vector of `num_trained` elements; a missing one is 0."""
         if self._gradients is None:
             self._gradients = self.flat.new_zeros(self.num_trained)
         for entry in self._trained():
@@ -158,7 +158,7 @@ class Packed:
         return self._gradients
 
     def scatter_gradients(self) -> None:
-        """Give every parameter its part of that vector as gradient, without a copy if possible."""
+        """Set all gradients from that vector, without a copy if possible."""
         assert self._gradients is not None, "gather_gradients comes first"
         for entry in self._trained():
             view = entry.view(self._gradients)
@@ -212,14 +212,14 @@ def _piece(entries: tuple[Entry, ...]) -> _Piece:
 
 
 def _end(entry: Entry) -> int:
-    """Return where the next entry may begin."""
+    """Return the offset at which the next entry may begin."""
     return entry.offset + -(-entry.numel // _ALIGN) * _ALIGN
 
 
 def _lay_out(
     trained: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]]
 ) -> tuple[tuple[Entry, ...], int]:
-    """Place parameters first, then buffers; equal dtypes together, for one copy serves a run."""
+    """Place parameters first, then buffers; equal dtypes together, so that one copy serves all."""
     entries: list[Entry] = []
     num_trained = 0
     for tensors in (trained, buffers):
@@ -238,7 +238,7 @@ def _entry(name: str, owners: tuple[Tensor, ...], offset: int) -> Entry:
 
 
 def _untied(tensors: Sequence[tuple[str, Tensor]]) -> Mapping[str, tuple[Tensor, ...]]:
-    """Return the tensors that share no memory; those which are the same memory are one."""
+    """Return the tensors by name, with those of the same memory in one group."""
     found: dict[tuple[object, ...], tuple[str, list[Tensor]]] = {}
     for name, tensor in tensors:
         same = tensor.data_ptr() or id(tensor)
@@ -291,7 +291,7 @@ def _check_place(tensors: Sequence[tuple[str, Tensor]]) -> None:
 def _places(
     module: nn.Module, entries: Sequence[Entry]
 ) -> Iterator[tuple[Mapping[str, Tensor | None], str, Tensor]]:
-    """Yield where in the module each packed tensor is kept."""
+    """Yield the dict, key and tensor of each packed tensor of the module."""
     packed = {id(owner) for entry in entries for owner in entry.owners}
     for part in module.modules():
         for holder in (part._parameters, part._buffers):

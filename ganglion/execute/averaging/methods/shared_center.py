@@ -1,9 +1,9 @@
-"""The memory of a centre without locks: weights that all workers of a host write at will.
+"""The memory of a centre without locks, which all workers of a host write.
 
     | head | counts, one a worker | first values and summed additions of a sample | weights |
 
-The memory belongs to one process, whose threads are the workers, or is a file that processes map.
-Two additions at the same moment may lose a word of one of them; the sample tells how much was lost.
+The workers are threads of one process that owns the memory, or processes that map a file. Two
+additions at the same moment may lose a word of one of them; the sample estimates the loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class SharedCenter:
     """
 
     def __init__(self, memory: Tensor) -> None:
-        """Look at `memory`, which begins with what it holds."""
         head = memory[: 8 * _HEAD].view(torch.int64)
         magic, dtype, num_workers, numel = head.tolist()
         if magic != _MAGIC:
@@ -55,21 +54,21 @@ class SharedCenter:
 
     @classmethod
     def in_process(cls, first: Tensor, num_workers: int) -> SharedCenter:
-        """Begin at the weights `first`, for threads of this process."""
+        """Return a centre at `first` for threads of this process."""
         memory = torch.zeros(_size_of(num_workers, first), dtype=torch.uint8)
         return cls(_prepare(memory, first, num_workers))
 
     @classmethod
     def create(cls, path: Path, first: Tensor, num_workers: int) -> SharedCenter:
-        """Begin at `first` in a file that processes of this host attach to, best in /dev/shm.
+        """Return a centre at `first` in a file that processes attach to, best in /dev/shm.
 
-        Whoever creates the file removes it.
+        The caller removes the file.
         """
         size = _size_of(num_workers, first)
         partial = path.with_name(path.name + ".partial")
         try:
             with partial.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # else a full disk is a killed process
+                os.posix_fallocate(file.fileno(), 0, size)  # else a full disk kills the process
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise ConfigError(
@@ -82,7 +81,7 @@ class SharedCenter:
 
     @classmethod
     def attach(cls, path: Path, timeout_s: float = 60.0) -> SharedCenter:
-        """Map the centre that another process creates at `path`."""
+        """Return the centre that another process creates at `path`."""
         end_s = time.monotonic() + timeout_s
         while not path.exists():
             if time.monotonic() >= end_s:
@@ -95,11 +94,11 @@ class SharedCenter:
 
     @property
     def version(self) -> int:
-        """How many additions were made, by all workers."""
+        """The number of additions of all workers."""
         return int(self._counts.sum())
 
     def read(self, out: Tensor) -> None:
-        """Copy the weights, whoever may be writing them."""
+        """Copy the weights, even while others write them."""
         out.copy_(self.flat)
 
     def add(self, worker: int, delta: Tensor) -> None:
@@ -109,16 +108,16 @@ class SharedCenter:
         self._counts[worker] += 1
 
     def lost_update(self) -> float:
-        """Estimate |sum of additions - change of the centre|, best while nobody writes.
+        """Return an estimate of |sum of additions - change of the centre|, best between writes.
 
-        It is exact, but for rounding, for centres of up to 4096 elements.
+        It is exact, except for rounding, for centres of up to 4096 elements.
         """
         changed = self.flat[self._sampled].double() - self._first
         lost = torch.linalg.vector_norm(self._added.sum(0) - changed)
         return float(lost) * math.sqrt(self.flat.numel() / len(self._sampled))
 
     def restart(self, first: Tensor) -> None:
-        """Put the centre at `first`, while nobody writes it."""
+        """Set the centre to `first`; no worker may write meanwhile."""
         self.flat.copy_(first)
         self._first.copy_(self.flat[self._sampled])
         self._added.zero_()
@@ -128,13 +127,13 @@ class SharedCenter:
 
 
 def _sampled_of(numel: int) -> Tensor:
-    """Return which elements are sampled: evenly spread, so that no lost block is missed."""
+    """Return the sampled elements: evenly spread, so that no lost block is missed."""
     sample = min(numel, _MAX_SAMPLE)
     return torch.arange(sample) * numel // sample
 
 
 def _places_of(num_workers: int, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return where counts, first sample, summed samples and weights begin, and where all ends."""
+    """Return the offsets of counts, first sample, summed samples and weights, and the end."""
     sample = min(numel, _MAX_SAMPLE)
     sizes = (
         8 * _HEAD,
@@ -151,7 +150,7 @@ def _places_of(num_workers: int, numel: int, dtype: torch.dtype) -> tuple[int, .
 
 
 def _size_of(num_workers: int, first: Tensor) -> int:
-    """Return how many bytes the memory of a centre takes."""
+    """Return the size of the memory of a centre, in bytes."""
     if num_workers < 1 or first.dtype not in _DTYPES:
         raise ConfigError(
             f"num_workers = {num_workers} and a centre of {first.dtype} cannot be shared: give 1 "
@@ -165,7 +164,7 @@ def _view(memory: Tensor, begin: int, dtype: torch.dtype, numel: int) -> Tensor:
 
 
 def _prepare(memory: Tensor, first: Tensor, num_workers: int) -> Tensor:
-    """Write the head and the first weights into memory that is zero; return it."""
+    """Write the head and the first weights into zeroed memory; return it."""
     numbers = [_MAGIC, _DTYPES.index(first.dtype), num_workers, first.numel()]
     memory[: 8 * _HEAD].view(torch.int64).copy_(torch.tensor(numbers))
     SharedCenter(memory).restart(first)

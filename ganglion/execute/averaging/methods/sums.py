@@ -1,9 +1,9 @@
-"""The sum of one vector over all workers: filled, started, and there after a wait.
+"""The sum of one vector over all workers.
 
     total.buffer.copy_(mine)     total.start()     ...compute...     total.wait()
 
 The buffer belongs to the collective between `start` and `wait`; then it holds the sum, the same
-bits on every worker. What was measured of it is added up in a Meter.
+bits on every worker. A Meter adds up bytes and seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ganglion.execute.averaging.methods.method import ExchangeMetrics
+from ganglion.execute.averaging.methods.metrics import ExchangeMetrics
 from ganglion.execute.comm import Group, Handle, empty_for
 
 Bounds = Sequence[tuple[int, int]]
@@ -25,7 +25,6 @@ class Meter:
     """Bytes and seconds of the collectives of one worker."""
 
     def __init__(self) -> None:
-        """Begin at zero."""
         self.sent_bytes = 0
         self.wait_s = 0.0
         self.comm_s = 0.0
@@ -43,7 +42,7 @@ class Meter:
             self.comm_s += max(0.0, max(ends) - min(begun))
 
     def metrics(self) -> ExchangeMetrics:
-        """Return what was measured, with all else left open."""
+        """Return metrics with the measured values and defaults for all others."""
         return ExchangeMetrics(
             sent_bytes=self.sent_bytes,
             wait_s=self.wait_s,
@@ -53,27 +52,27 @@ class Meter:
 
 
 class Sum(Protocol):
-    """A vector that is summed over all workers, again and again."""
+    """A vector that is summed over all workers repeatedly."""
 
     buffer: Tensor
 
     def start(self) -> None:
-        """Begin to sum what is in the buffer."""
+        """Start to sum the buffer."""
 
     def wait(self) -> Tensor:
-        """Return the buffer when it holds the sum; raise CommError if it never will."""
+        """Return the buffer when it holds the sum; raise CommError if the sum failed."""
 
     def discard(self) -> None:
-        """Take note that the last sum is not used, by nobody."""
+        """Discard the last sum, which no worker uses."""
 
     def tensors(self) -> list[Tensor]:
         """Return the memory of the sum."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of what must outlive a restart."""
+        """Return copies of the state that a resume needs."""
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from the result of `state`."""
 
 
 class GroupSum:
@@ -88,7 +87,7 @@ class GroupSum:
         self._handles: list[Handle] = []
 
     def start(self) -> None:
-        """Begin to sum what is in the buffer."""
+        """Start to sum the buffer."""
         parts = [self.buffer[begin:end] for begin, end in self._bounds]
         self._handles = [self._group.all_reduce(part) for part in parts]
         self._meter.sent_bytes += self.buffer.nbytes
@@ -100,25 +99,24 @@ class GroupSum:
         return self.buffer
 
     def discard(self) -> None:
-        """Keep nothing of the last sum."""
+        """Do nothing: a sum leaves no state."""
 
     def tensors(self) -> list[Tensor]:
-        """Return the buffer, which is all there is."""
+        """Return the buffer."""
         return [self.buffer]
 
     def state(self) -> dict[str, Tensor]:
-        """Have nothing to keep."""
+        """Return nothing."""
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Have nothing to restore."""
+        """Do nothing."""
 
 
 class Votes:
-    """Whether every worker agrees to apply an exchange; the answer travels beside the data."""
+    """The votes of all workers on an exchange, which travel beside the data."""
 
     def __init__(self, group: Group, like: Tensor, meter: Meter) -> None:
-        """Vote among the members of `group`."""
         self._group = group
         self._votes = torch.zeros(group.size, dtype=like.dtype, device=like.device)
         self._meter = meter
@@ -127,13 +125,13 @@ class Votes:
     def start(self, worker: Tensor) -> None:
         """Vote for an exchange of `worker` weights if all of them are finite."""
         self._votes.zero_()
-        # Stays on the device: nobody waits for the answer here.
+        # Stays on the device, without a synchronization.
         self._votes[self._group.index] = torch.isfinite(worker.sum()).to(self._votes.dtype)
         self._handle = self._group.all_reduce(self._votes)
         self._meter.sent_bytes += self._votes.nbytes
 
     def wait(self) -> dict[int, bool]:
-        """Return what each member voted, by its rank."""
+        """Return the vote of each member, by rank."""
         assert self._handle is not None, "start comes first"
         self._meter.wait([self._handle])
         self._handle = None
@@ -141,5 +139,5 @@ class Votes:
 
 
 def allocate(group: Group, like: Tensor) -> Tensor:
-    """Return zeros like `like`, in memory that the group need not copy where it can be had."""
+    """Return zeros like `like`, in memory that the group can use without a copy if possible."""
     return empty_for(group, like.numel(), like).zero_()

@@ -11,9 +11,9 @@ old weights:
 | 2       | root             | between backward and step             |
 | 3       | root             | beside forward and backward           |
 
-Nobody writes w or c during the pass, so version 3 gives the bits of version 2. The optimizer
-is a black box: the force is taken before its step and subtracted after it. For SGD, with or without
-momentum, that is the formula above; for others the force stays outside the preconditioner.
+w and c do not change during the pass, so version 3 gives the bits of version 2. The force is taken
+before the optimizer's step and subtracted after it. For SGD, with or without momentum, that is the
+formula above; for others the force stays outside the preconditioner.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from ganglion.decide.plan import SYNC
 from ganglion.decide.schedules.exchanges import ElasticRate, Exchange, SyncExchange
 from ganglion.errors import CommError
 from ganglion.execute.averaging.methods.centers import Center
-from ganglion.execute.averaging.methods.elastic import elastic_force
-from ganglion.execute.averaging.methods.method import ExchangeMetrics, State
-from ganglion.execute.averaging.methods.motion import Motion
+from ganglion.execute.averaging.methods.method import NoOverlap, State, elastic_force
+from ganglion.execute.averaging.methods.metrics import ExchangeMetrics, Motion
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.methods.sums import Meter, Sum, Votes
 from ganglion.execute.comm import Group
@@ -39,7 +38,7 @@ SUM_OF, MEAN_OF = "sum", "mean"
 
 
 class SyncEasgd:
-    """Exchanges of all workers at once, every tau steps."""
+    """Sync EASGD: all workers exchange at once, every tau steps."""
 
     def __init__(
         self,
@@ -52,13 +51,13 @@ class SyncEasgd:
         *,
         overlap: bool,
     ) -> None:
-        """Join the parts; the weights and the centre must be the same on all workers."""
+        """Combine the parts; the weights and the centre must be equal on all workers."""
         self._packed, self._center, self._votes = packed, center, votes
         self.turns, self._rate, self._meter = turns, rate, meter
         self._overlap = overlap
         self._motion = Motion()
-        self._awaited: Exchange | None = None  # started, and its data may still be on their way
-        self._cast: dict[int, bool] | None = None  # the votes on it, once all has come
+        self._awaited: Exchange | None = None  # started, and perhaps not complete
+        self._cast: dict[int, bool] | None = None  # the votes on it, once complete
         self._force: Tensor | None = None
         self._last_force: Tensor | None = None
 
@@ -68,7 +67,7 @@ class SyncEasgd:
             self._start()
 
     def before_step(self, lr: float) -> None:
-        """End the exchange of this step, if it has one: move the centre and keep the force."""
+        """Finish the exchange of this step, if any: move the centre and keep the force."""
         self._start()
         self._force = self._finish(lr)
         if self._force is not None:
@@ -89,17 +88,17 @@ class SyncEasgd:
         self._subtract()
 
     def center(self) -> Tensor:
-        """Return the centre; where the root has it, the others know that of the last exchange."""
-        self.flush()  # what is on its way may be written here
+        """Return the centre; with a root, the others have that of the last exchange."""
+        self.flush()  # an exchange in flight may write here
         return self._center.flat
 
     def flush(self) -> None:
-        """Return when no data are on their way; what came is applied by the coming step."""
+        """Wait for data in flight; the next step applies them."""
         if self._awaited is not None:
             self._wait()
 
     def abandon(self) -> None:
-        """Give up what is in flight, without a wait for anybody; its turn comes again."""
+        """Give up the exchange in flight, without waiting; it will be started again."""
         if self._awaited is not None:
             self._hold_back()
         self._awaited = None
@@ -109,7 +108,7 @@ class SyncEasgd:
         """Do the worker's half of an exchange that was given up here and applied by others."""
         for exchange in self.turns.missed(version):
             worker, before = self._packed.gather(), self._center.before()
-            if before is None:  # it was on its way from the root
+            if before is None:  # it had not arrived from the root
                 worker.copy_(center)
                 self._packed.scatter()
                 return
@@ -117,7 +116,7 @@ class SyncEasgd:
             self._packed.subtract(elastic_force(worker, before.to(worker.device), alpha))
 
     def metrics(self) -> ExchangeMetrics:
-        """Return what was seen so far."""
+        """Return the measurements so far."""
         distance, size = consensus(self._packed.gather(), self._center.flat)
         seen = self._motion.seen(turns_seen(self.turns, self._meter), size)
         host_s = self._center.host_s
@@ -126,11 +125,11 @@ class SyncEasgd:
         return replace(seen, consensus=distance, force=self._force_norm(), seconds=seconds)
 
     def tensors(self) -> list[Tensor]:
-        """Return the centre, and what is on its way."""
+        """Return the centre and the buffers of an exchange."""
         return self._center.tensors()
 
     def state_dict(self) -> State:
-        """Return the centre and the counts; what is in flight starts again after a resume."""
+        """Return the centre and the counts; an exchange in flight starts again after a resume."""
         self.flush()
         sums = self._center.sums
         return {
@@ -142,7 +141,7 @@ class SyncEasgd:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from what state_dict returned; the last weights must be loaded, too."""
+        """Continue from the result of state_dict; the weights must be loaded, too."""
         self._drop()
         self._center.flat.copy_(state["center"])
         if self._center.sums is not None:
@@ -150,7 +149,7 @@ class SyncEasgd:
         self.turns.move_to(int(state["step"]), int(state["version"]))
 
     def close(self) -> None:
-        """Let nothing be in flight."""
+        """End the exchange in flight without applying it."""
         self._drop()
 
     # --- parts ---------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ class SyncEasgd:
             self._awaited, self._cast = exchange, None
 
     def _wait(self) -> dict[int, bool]:
-        """Return the votes on what is in flight, once all of it has come."""
+        """Wait for the exchange in flight; return the votes on it."""
         if self._cast is None:
             try:
                 self._center.wait()
@@ -179,7 +178,7 @@ class SyncEasgd:
         return self._cast
 
     def _finish(self, lr: float) -> Tensor | None:
-        """Return the force of the exchange that was started, if all agree to apply it."""
+        """Return the force of the exchange in flight, if all workers vote to apply it."""
         if self._awaited is None:
             return None
         votes = self._wait()
@@ -199,7 +198,7 @@ class SyncEasgd:
             self._force = None
 
     def _drop(self) -> None:
-        """End what is in flight without applying it."""
+        """End the exchange in flight without applying it."""
         if self._awaited is not None:
             self._wait()
         self.abandon()
@@ -210,12 +209,12 @@ class SyncEasgd:
 
     def _force_norm(self) -> float:
         if self._last_force is None or self._awaited is not None:
-            return 0.0  # nothing was exchanged yet, or its memory is in use again
+            return 0.0  # none was exchanged yet, or its memory is in use again
         return float(torch.linalg.vector_norm(self._last_force))
 
 
 def turns_seen(turns: SyncExchange, meter: Meter) -> ExchangeMetrics:
-    """Return what synchronous turns are like: all workers know the newest centre."""
+    """Return the metrics of synchronous turns, in which all workers have the newest centre."""
     return replace(
         meter.metrics(),
         num_workers=len(turns.members),
@@ -228,13 +227,13 @@ def turns_seen(turns: SyncExchange, meter: Meter) -> ExchangeMetrics:
 
 
 def consensus(worker: Tensor, center: Tensor) -> tuple[float, float]:
-    """Return |w - c| / |c|: how far a worker is from the centre, and |c|."""
+    """Return |w - c| / |c|, and |c|."""
     size = float(torch.linalg.vector_norm(center))
     distance = float(torch.linalg.vector_norm(worker - center.to(worker.device)))
     return distance / size if size else 0.0, size
 
 
-class SyncSgd:
+class SyncSgd(NoOverlap):
     """One model on all workers: gradients are summed, or averaged, before every step."""
 
     def __init__(self, packed: Packed, group: Group, sums: Sum, meter: Meter, how: str) -> None:
@@ -242,9 +241,6 @@ class SyncSgd:
         self._packed, self._group, self._sums, self._meter = packed, group, sums, meter
         self._scale = 1.0 / group.size if how == MEAN_OF else 1.0
         self._num_steps = 0
-
-    def begin_pass(self) -> None:
-        """Have nothing to start: there is no gradient yet."""
 
     def before_step(self, lr: float) -> None:
         """Give every worker the reduced gradient."""
@@ -260,17 +256,14 @@ class SyncSgd:
         self._num_steps += 1
 
     def sync_now(self, lr: float) -> None:
-        """Have nothing to exchange: the weights are the same everywhere."""
+        """Do nothing: the weights are equal on all workers."""
 
     def center(self) -> Tensor:
-        """Return the weights themselves: they are the same everywhere."""
+        """Return the weights, which are equal on all workers."""
         return self._packed.gather()
 
-    def flush(self) -> None:
-        """Have nothing in flight between steps."""
-
     def metrics(self) -> ExchangeMetrics:
-        """Return what was seen so far; every step is an exchange."""
+        """Return the measurements so far; every step is an exchange."""
         return replace(
             self._meter.metrics(),
             num_workers=self._group.size,
@@ -281,7 +274,7 @@ class SyncSgd:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return where gradients are summed."""
+        """Return the buffer in which gradients are summed."""
         return self._sums.tensors()
 
     def state_dict(self) -> State:
@@ -289,10 +282,10 @@ class SyncSgd:
         return {"center": self.center().clone(), "step": self._num_steps, "version": 0}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from what state_dict returned."""
+        """Continue from the result of state_dict."""
         self._packed.gather().copy_(state["center"])
         self._packed.scatter()
         self._num_steps = int(state["step"])
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: there is nothing to release."""

@@ -1,13 +1,13 @@
-"""Collectives along binomial trees over any transport: the paper's own, in one fixed order.
+"""Collectives along binomial trees over any transport, as in the paper, in one fixed order.
 
 For four workers and root 0, a reduce goes up and a broadcast down:
 
     0 <-- 1     2 <-- 3        (w0 + w1), (w2 + w3)
     0 <-------- 2              (w0 + w1) + (w2 + w3)
 
-That is ceil(log2 P) messages deep, where asking one worker after the other is P. Which message
-comes first makes no difference, so equal inputs give equal bits on every carrier and in every
-run. A thread does the work and owns the transport: collectives go on while the caller computes.
+That is ceil(log2 P) messages deep; one worker after the other would be P. The order of arrival does
+not matter, so equal inputs give equal bits on every carrier and in every run. A thread owns the
+transport and does the work: collectives continue while the caller computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UP, _DOWN = "tree_up", "tree_down"
 
 
 class TreeGroup:
-    """A group whose every collective is made of messages along trees."""
+    """A group whose collectives are messages along trees."""
 
     def __init__(
         self, open_transport: Callable[[], Transport], ranks: tuple[int, ...], timeout_s: float
@@ -32,7 +32,7 @@ class TreeGroup:
         """Join `ranks` over a transport of its own; no message may take longer than `timeout_s`."""
         self._thread = Background("the tree of workers")
         self._opened: list[Transport] = []
-        # Here too, so that transports are opened in one order by all ranks.
+        # In this thread too, so that all ranks open transports in one order.
         self._thread.start(lambda: self._opened.append(open_transport())).wait()
         self._transport = self._opened[0]
         self._timeout_s = timeout_s
@@ -78,7 +78,7 @@ class TreeGroup:
         self.all_reduce(torch.zeros(1)).wait()
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return an ordinary tensor: messages are copied anyway."""
+        """Return an ordinary tensor: messages are always copied."""
         return torch.empty(num_elements, dtype=dtype)
 
     def allocate_common(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
@@ -86,7 +86,7 @@ class TreeGroup:
         return None
 
     def close(self) -> None:
-        """Close the transport; what was started is done first."""
+        """Finish started collectives and close the transport."""
         self._thread.start(self._transport.close)
         self._thread.close()
 
@@ -118,7 +118,7 @@ class TreeGroup:
                 tensor.copy_(self._receive(into, _DOWN, tensor, number))
 
     def _receive(self, member: int, kind: str, like: Tensor, number: int) -> Tensor:
-        """Return the message of a member for collective `number`; keep what others sent early."""
+        """Return the message of a member for collective `number`; keep messages that come early."""
         key = (self.ranks[member], number, kind)
         while key not in self._early:
             awaiting = f"{kind} {number} of rank {key[0]}"
