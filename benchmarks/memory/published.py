@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ganglion.decide.costs import MIXED, TWO_MASTERS, StateRules, Tier, state_memory
+from ganglion.decide.costs import MIXED, TWO_MASTERS, StateRules, moved_to_tier, state_memory
 from ganglion.decide.shapes import GPTShape, Parameter, parameters_of
 from ganglion.decide.topology import Mesh
 
@@ -33,7 +33,7 @@ class Published:
 
 def published() -> list[Published]:
     """Return all that is compared."""
-    resident, lowered = (_axonn_gb(tier) for tier in (None, Tier(bucket_size=16_000_000)))
+    resident, lowered = _axonn_gb(bucket_size=0), _axonn_gb(bucket_size=16_000_000)
     depths = {1: 0.58, 2: 1.1, 4: 2.0, 8: 4.1}
     return [
         Published("axonn_12b_resident", "GB", 520.0, resident),
@@ -69,9 +69,9 @@ def _layer_bytes(hidden: int, heads: int) -> int:
     return 512 * hidden * 34 + 5 * heads * 512**2
 
 
-def _axonn_gb(tier: Tier | None) -> float:
+def _axonn_gb(bucket_size: int) -> float:
     """12 B parameters on 24 stages and 2 replicas; checkpoints of two layers (spec A.6)."""
-    hidden, heads, num_stages = 4512, 24, 24
+    hidden, heads, num_stages, rules = 4512, 24, 24, StateRules(formats=MIXED)
     blocks, edge = _gpt(48, hidden, heads, tied=False), 512 * hidden * 2
     cuts = [0, *(1 + 4 * stage for stage in range(1, num_stages)), len(blocks)]
     total = 0
@@ -79,8 +79,11 @@ def _axonn_gb(tier: Tier | None) -> float:
         is_first, is_last = stage == 0, stage == num_stages - 1
         alive = 1 if is_last else num_stages
         kept = alive * edge * (2 - is_first - is_last) + 2 * _layer_bytes(hidden, heads)
-        mine = blocks[cuts[stage] : cuts[stage + 1]]
-        total += _state_bytes(mine, StateRules(formats=MIXED, tier=tier)) + kept
+        mine = [p for block in blocks[cuts[stage] : cuts[stage + 1]] for p in block]
+        held = state_memory(mine, ONE, rules)
+        if bucket_size:
+            held = moved_to_tier(held, mine, ONE, rules, 16 * bucket_size)
+        total += held.total + kept
     return 2 * total / GB
 
 

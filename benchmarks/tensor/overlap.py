@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from benchmarks.harness import Contestant, Figures
 from benchmarks.pipeline.real import timed
 from ganglion.decide.costs import Matmul, Repeats, gpt_matmuls, ring_sent, tensor_traffic
+from ganglion.decide.shapes import GPTShape
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import Group, Handle, World, torch_world
 from ganglion.execute.tensor import Grid, TensorSettings, Weights
@@ -83,9 +84,9 @@ class OverlapTask:
     rows: int = 144
 
     def matmuls(self) -> list[Matmul]:
-        found = gpt_matmuls(
-            rows=self.rows * MESH.z,
+        shape = GPTShape(
             vocab_size=1,
+            seq_len=1,
             num_layers=self.num_layers,
             hidden=self.hidden,
             num_heads=HEADS,
@@ -93,7 +94,7 @@ class OverlapTask:
             head_size=self.hidden // HEADS,
             mlp_hidden=4 * self.hidden,
         )
-        return found[:-1]  # without the head
+        return gpt_matmuls(shape, self.rows * MESH.z)[:-1]  # without the head
 
     @property
     def bytes_per_s(self) -> float:

@@ -17,7 +17,6 @@ from ganglion.decide.costs.cluster import (
     find_cluster,
     read_cluster,
 )
-from ganglion.decide.costs.limit import JITTER_SLOTS, injection_limit
 from ganglion.decide.costs.network import (
     Ring,
     all_gather_s,
@@ -34,7 +33,7 @@ from ganglion.decide.costs.stages import (
     stage_times_from_file,
     weight_element_bytes,
 )
-from ganglion.decide.costs.times import StageTimes
+from ganglion.decide.costs.times import JITTER_SLOTS, StageTimes, injection_limit
 from ganglion.decide.plan import Plan
 from ganglion.decide.shapes import BlockCost, ConvShape, GPTShape, MLPShape, ModelShape, blocks_of
 from ganglion.decide.topology import Mesh

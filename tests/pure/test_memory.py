@@ -19,11 +19,11 @@ from ganglion.decide.costs import (
     Memory,
     StageBlocks,
     StateRules,
-    Tier,
     activation_memory,
     gathered_blocks,
     gathered_memory,
     message_memory,
+    moved_to_tier,
     state_memory,
     with_norm,
 )
@@ -75,17 +75,10 @@ def test_bytes_a_parameter_of_mixed_precision() -> None:
     count, bucket = 2_000_000, 16_000
     resident = state_memory(flat(count), ONE, StateRules(formats=MIXED))
     assert resident.total == pytest.approx(20 * count, abs=8)
-    tier = Tier(bucket_size=bucket)
-    lowered = state_memory(flat(count), ONE, StateRules(formats=MIXED, tier=tier))
+    lowered = moved_to_tier(resident, flat(count), ONE, StateRules(formats=MIXED), 16 * bucket)
     assert lowered.total == pytest.approx(4 * count + 16 * bucket, abs=8)
     assert lowered.lower_tier == pytest.approx(12 * count, abs=8)
-    assert (lowered.master, lowered.moments) == (0, 0)
-
-
-def test_three_buckets_in_flight_and_never_more_than_there_is() -> None:
-    three = StateRules(formats=MIXED, tier=Tier(bucket_size=1000, num_in_flight=3))
-    assert state_memory(flat(10_000), ONE, three).buckets == pytest.approx(48_000, abs=8)
-    assert state_memory(flat(2_000), ONE, three).buckets == pytest.approx(32_000, abs=8)
+    assert (lowered.master, lowered.moments) == (0, 4)  # the count of steps stays
 
 
 def test_axonn_520_to_130_gb() -> None:
@@ -112,8 +105,8 @@ def test_axonn_520_to_130_gb() -> None:
     )
     edges = [0, *(1 + 4 * stage for stage in range(1, num_stages)), len(shape)]
     totals = []
-    for tier in (None, Tier(bucket_size=16_000_000)):
-        rules = StateRules(formats=MIXED, tier=tier)
+    rules = StateRules(formats=MIXED)
+    for is_lowered in (False, True):
         total = 0
         for stage in range(num_stages):
             mine = [p for block in shape[edges[stage] : edges[stage + 1]] for p in block]
@@ -122,6 +115,8 @@ def test_axonn_520_to_130_gb() -> None:
             )
             alive = 1 if stage == num_stages - 1 else num_stages  # A.9, item 10
             held = state_memory(mine, ONE, rules)
+            if is_lowered:
+                held = moved_to_tier(held, mine, ONE, rules, 16 * 16_000_000)
             held += activation_memory([again(blocks)], [(alive,)])
             total += 2 * held.total
         totals.append(total / GB)
@@ -223,8 +218,6 @@ def test_versions_and_sets() -> None:
 def test_what_has_no_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.name = 'lion' has no memory model: use"):
         StateRules(optimizer="lion")
-    with pytest.raises(ConfigError, match="1 buckets of 0 elements in flight move nothing"):
-        Tier(bucket_size=0)
 
 
 GPT = GPTShape(

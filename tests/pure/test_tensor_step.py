@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -215,14 +215,10 @@ def test_with_waits_a_step_is_as_long_as_the_bytes_of_the_equations(
     """At a byte a second; the embedding, which the equations leave out, is listed by hand."""
     size, count = 3, 2
     plan = Plan(**axes, microbatch_size=size, num_microbatches=count)
-    shape = asdict(GPT)
     layers = layers_of(GPT, size)
     times = layer_times(layers, plan, cluster(), 0)
     step = tensor_step(times, count, NONE, recompute=recomputes)
-    for other in ("positions", "tied_embedding", "bias"):
-        shape.pop(other)
-    rows = size * count * shape.pop("seq_len")
-    matmuls = gpt_matmuls(rows=rows * plan.z, **shape)
+    matmuls = gpt_matmuls(GPT, size * count * GPT.seq_len * plan.z)
     repeats = Repeats.of_step(count, recomputes=recomputes)
     wanted = tensor_traffic(matmuls, plan.mesh(), repeats) * 4
     table = times[0][0]
@@ -302,8 +298,16 @@ def test_the_rows_of_the_papers_table_in_kind() -> None:
     communication, two thirds of the bytes those of weights, as in benchmarks/tensor/overlap.py.
     """
     mesh, rows = Mesh(x=2, z=2), 144
-    shape: dict[str, int] = {"hidden": 128, "num_heads": 8, "num_kv_heads": 8, "head_size": 16}
-    matmuls = gpt_matmuls(rows=2 * rows, vocab_size=1, num_layers=4, mlp_hidden=512, **shape)[:-1]
+    shape = replace(
+        GPT,
+        num_layers=4,
+        hidden=128,
+        num_heads=8,
+        num_kv_heads=8,
+        head_size=16,
+        mlp_hidden=512,
+    )
+    matmuls = gpt_matmuls(shape, 2 * rows)[:-1]
     compute_s, exposed_s = PAPER[0]
     moved = tensor_traffic(matmuls, mesh, Repeats.of_step(1)) * 4
     rate = moved.total / exposed_s

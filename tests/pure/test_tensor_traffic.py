@@ -19,6 +19,7 @@ from ganglion.decide.costs import (
     ring_sent,
     tensor_traffic,
 )
+from ganglion.decide.shapes import GPTShape
 from ganglion.decide.topology import Mesh
 from ganglion.errors import LayoutError
 
@@ -138,9 +139,9 @@ GPTS = {"20B": (32, 7168, 56), "40B": (38, 9216, 72), "80B": (42, 12288, 96)}
 
 def layers_of(model: str, batch: int, mesh: Mesh) -> list[Matmul]:
     num_layers, hidden, num_heads = GPTS[model]
-    found = gpt_matmuls(
-        rows=batch * 2048 // mesh.data,
+    shape = GPTShape(
         vocab_size=51200,
+        seq_len=2048,
         num_layers=num_layers,
         hidden=hidden,
         num_heads=num_heads,
@@ -148,7 +149,8 @@ def layers_of(model: str, batch: int, mesh: Mesh) -> list[Matmul]:
         head_size=hidden // num_heads,
         mlp_hidden=4 * hidden,
     )
-    return found[:-1]  # the authors leave the head out
+    # The authors leave the head out.
+    return gpt_matmuls(shape, batch * shape.seq_len // mesh.data)[:-1]
 
 
 def seconds(

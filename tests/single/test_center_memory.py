@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ganglion import Plan
-from ganglion.decide.costs.center_memory import server_copies
+from ganglion.decide.costs.memory import server_copies
 from ganglion.decide.predict import MemoryOptions, predicted_memory, server_memory
 from ganglion.decide.schedules.exchanges.served import EXCHANGE, PUSH
 from ganglion.decide.topology import Mesh

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -167,11 +167,7 @@ def _alone(seen: Seen, name: str) -> bool:
 
 
 def wanted_bytes(plan: Plan, repeats: Repeats) -> Traffic:
-    shape = asdict(SHAPE)
-    rows = plan.share_size * plan.z * shape.pop("seq_len")
-    for other in ("positions", "tied_embedding", "bias"):
-        shape.pop(other)
-    layers = gpt_matmuls(rows=rows, **shape)
+    layers = gpt_matmuls(SHAPE, plan.share_size * plan.z * SHAPE.seq_len)
     return tensor_traffic(layers, plan.mesh(), repeats) * (ITEM * NUM_STEPS)
 
 

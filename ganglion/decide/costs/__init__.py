@@ -1,7 +1,8 @@
-"""What things cost: cluster files; times of compute, network and tiers; memory by category."""
+"""Costs: cluster files, times of stages, layers and messages, and memory by category.
 
-from ganglion.decide.costs.activation_budget import Choice, RankBlocks, choose_recomputed
-from ganglion.decide.costs.center_memory import arriving_copies, center_copies, server_copies
+A cost follows from shapes, a plan and a cluster alone; run files and the clock do not enter.
+"""
+
 from ganglion.decide.costs.cluster import (
     Cluster,
     Link,
@@ -10,7 +11,6 @@ from ganglion.decide.costs.cluster import (
     read_cluster,
 )
 from ganglion.decide.costs.layer_times import LayerTimes, layer_times
-from ganglion.decide.costs.limit import injection_limit
 from ganglion.decide.costs.memory import (
     CATEGORIES,
     FP32,
@@ -19,13 +19,22 @@ from ganglion.decide.costs.memory import (
     Formats,
     Memory,
     StateRules,
-    Tier,
+    arriving_copies,
+    center_copies,
     moved_to_tier,
+    server_copies,
     state_entries,
     state_memory,
 )
 from ganglion.decide.costs.network import Ring, link_between, rings_along
-from ganglion.decide.costs.segments import num_near_root, segments, written
+from ganglion.decide.costs.recompute import (
+    Choice,
+    RankBlocks,
+    choose_recomputed,
+    num_near_root,
+    segments,
+    written,
+)
 from ganglion.decide.costs.stages import (
     balanced_boundaries,
     held_blocks,
@@ -41,7 +50,7 @@ from ganglion.decide.costs.tensor_bytes import (
     ring_sent,
     tensor_traffic,
 )
-from ganglion.decide.costs.times import StageTimes
+from ganglion.decide.costs.times import StageTimes, injection_limit
 from ganglion.decide.costs.working_memory import (
     StageBlocks,
     activation_memory,
@@ -70,7 +79,6 @@ __all__ = [
     "StageBlocks",
     "StageTimes",
     "StateRules",
-    "Tier",
     "Traffic",
     "activation_memory",
     "arriving_copies",

@@ -1,4 +1,4 @@
-"""The cluster file: nodes, what a rank computes, what the links carry, or times measured by hand.
+"""The cluster file: nodes, speed of a rank, links, or times measured by hand.
 
 name = "two boxes"
 num_nodes = 2               # left out: as many as a plan asks for
@@ -39,7 +39,7 @@ from ganglion.errors import ConfigError, LayoutError, UnknownKeyError
 PerStage = float | tuple[float, ...]
 BYTES_PER_GBIT = 1e9 / 8
 
-# Flop a device does in fp32 while it moves one byte, where a file does not tell: about 17 on a
+# Flop a device does in fp32 while it moves one byte, where a file does not say: about 17 on a
 # V100, 13 on an A100 and 5 on a CPU core.
 FLOP_PER_MEMORY_BYTE = 10.0
 
@@ -124,6 +124,15 @@ class Cluster:
             raise ConfigError(f"{source} is not valid TOML: {error}") from error
         return _cluster(_Table(tables, "cluster", source))
 
+    def require_compute(self) -> Compute:
+        """Return [compute]; refuse to compute times from a model without it."""
+        if self.compute is None:
+            raise ConfigError(
+                f"{self.source}: cluster.compute is missing, so times cannot be computed from the "
+                f"model: write [compute] with the speed of a rank"
+            )
+        return self.compute
+
     def node_of(self, rank: int) -> int:
         """Return the node a rank sits on."""
         node = rank // self.ranks_per_node
@@ -171,18 +180,14 @@ class _Table:
     def __init__(self, values: Mapping[str, Any], key: str, source: str) -> None:
         self._values = values
         self._key = key
-        self._source = source
-
-    @property
-    def source(self) -> str:
-        return self._source
+        self.source = source
 
     def check_keys(self, known: list[str]) -> None:
         for name in self._values:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f"did you mean {self._path(near[0])!r}?" if near else f"known are {known}"
-                raise UnknownKeyError(f"{self._source}: unknown key {self._path(name)!r}; {hint}")
+                raise UnknownKeyError(f"{self.source}: unknown key {self._path(name)!r}; {hint}")
 
     def table(self, name: str) -> _Table | None:
         if name not in self._values:
@@ -190,7 +195,7 @@ class _Table:
         if not isinstance(self._values[name], Mapping):
             header = self._path(name).removeprefix("cluster.")
             raise self.wrong(name, f"it must be a table, written under [{header}]")
-        return _Table(self._values[name], self._path(name), self._source)
+        return _Table(self._values[name], self._path(name), self.source)
 
     def has(self, name: str) -> bool:
         return name in self._values
@@ -217,7 +222,7 @@ class _Table:
         """Return a number of 0 or more; without a default the key must be there."""
         if name not in self._values:
             if default is None:
-                raise ConfigError(f"{self._source}: {self._path(name)} is missing: write it")
+                raise ConfigError(f"{self.source}: {self._path(name)} is missing: write it")
             return default
         return self._checked(name, self._values[name])
 
@@ -238,7 +243,7 @@ class _Table:
     def wrong(self, name: str, complaint: str) -> ConfigError:
         value = self._values[name]
         return ConfigError(
-            f"{self._source}: {self._path(name)} = {value!r} cannot be used: {complaint}"
+            f"{self.source}: {self._path(name)} = {value!r} cannot be used: {complaint}"
         )
 
     def _checked(self, name: str, value: object) -> float:

@@ -1,4 +1,4 @@
-"""How long split layers compute and talk on a cluster: one microbatch, one rank of a stage.
+"""Times of split layers on a cluster, computation and collectives: one microbatch, one rank.
 
 Collectives are the rings of AxoNN-4D (2502.08145, section V-B, equations 1 to 5; the spec's part
 B.3), with the latency of every hop; the rings of one axis are all at work at the same time.
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ganglion.decide.costs.cluster import Cluster, Compute
+from ganglion.decide.costs.cluster import Cluster
 from ganglion.decide.costs.network import (
     Ring,
     all_gather_s,
@@ -22,12 +22,11 @@ from ganglion.decide.costs.stages import message_element_bytes, weight_element_b
 from ganglion.decide.plan import Plan
 from ganglion.decide.shapes import TABLE, BlockLayers, SplitLayer
 from ganglion.decide.topology import TENSOR_AXES
-from ganglion.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """One layer: each of its products, and its collectives, 0 where there is nobody to talk to.
+    """One layer: each of its products, and its collectives, 0 where an axis has one rank.
 
     `gather_s` and `scatter_s` go along z, `output_s` over `in_axis`, `input_s` over `out_axis`.
     `before_s` and `after_s` are other computations, before it in forward and after it in backward.
@@ -52,12 +51,7 @@ def layer_times(
     blocks: Sequence[BlockLayers], plan: Plan, cluster: Cluster, pipe: int
 ) -> list[list[LayerTimes]]:
     """Return the times of the layers of some blocks, held by the ranks of a pipe coordinate."""
-    if cluster.compute is None:
-        raise ConfigError(
-            f"{cluster.source}: cluster.compute is missing, so times cannot be computed from the "
-            f"model: write [compute] with the speed of a rank"
-        )
-    clock = _Clock(plan, cluster, cluster.compute, pipe)
+    clock = _Clock(plan, cluster, pipe)
     numbers = itertools.count()
     # The table that a tied layer multiplies with is the first weight of the model.
     has_table = blocks[0][0].parameter.role == TABLE
@@ -73,9 +67,9 @@ def layer_times(
 class _Clock:
     """Turns flop and bytes into seconds, at one pipe coordinate."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, compute: Compute, pipe: int) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, pipe: int) -> None:
         self._mesh = plan.mesh()
-        self._flops = compute.flops(plan.computes_in) * plan.x * plan.y
+        self._flops = cluster.require_compute().flops(plan.computes_in) * plan.x * plan.y
         self._element_bytes = message_element_bytes(plan)
         self._weight_element_bytes = weight_element_bytes(plan)
         self._rings = {axis: self._slowest(axis, cluster, pipe) for axis in TENSOR_AXES}

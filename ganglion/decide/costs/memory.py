@@ -1,4 +1,4 @@
-"""What a rank holds, in bytes by category, and the part of it that depends on parameters alone.
+"""Memory of a rank in bytes by category, and the part that depends on parameters alone.
 
     weights        what layers compute with
     versions       older weights, for schedules that never flush
@@ -12,6 +12,20 @@ Bytes a parameter under AdamW: 16 in fp32 (4 + 4 + 8). Mixed precision as publis
 masters, has 20: weights and gradients in half (2 + 2), master, fp32 gradients (4 + 4), moments
 (8); with the last four on a lower tier 4 are left, and 16 for each element of a bucket in flight
 (AxoNN, spec A.6). PipeDream-2BW as released keeps a second master: 24 (spec A.9).
+
+Elastic averaging keeps copies of the weights that a rank holds:
+
+| method                     | a worker keeps                                       | copies |
+|----------------------------|------------------------------------------------------|--------|
+| sync_easgd, local_sgd      | the centre, the sum on its way                       | 2      |
+| slow_momentum, diloco      | these, and the momentum of the centre                | 3      |
+| original_ and async_easgd, async_measgd | its message to the servers, the force   | 2      |
+| async_sgd, async_msgd      | its message, where it started from, its update       | 3      |
+| hogwild_easgd, hogwild_sgd | the centre as it saw it last                         | 1      |
+
+A server keeps the centre, the copy that readers see, the last answer to each of P workers (a lost
+one is sent again), and a force or a velocity: 3 + P copies, without a velocity 2 + P. Without a
+lock it is one, the shared memory itself.
 """
 
 from __future__ import annotations
@@ -19,6 +33,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from ganglion.decide.plan import (
+    ASYNC_MSGD,
+    ASYNC_SGD,
+    DILOCO,
+    HOGWILD_EASGD,
+    HOGWILD_SGD,
+    SLOW_MOMENTUM,
+    Plan,
+)
 from ganglion.decide.shapes import FLOAT, Parameter
 from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError
@@ -29,7 +52,7 @@ OPTIMIZERS: tuple[str, ...] = ("adamw", "sgd", "muon")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of one rank by category; what lies on a lower tier is counted apart."""
+    """Bytes of one rank by category; those on a lower tier are counted apart."""
 
     weights: int = 0
     versions: int = 0
@@ -76,23 +99,8 @@ TWO_MASTERS = replace(MIXED, version=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tier:
-    """Buckets of `bucket_size` elements that are in flight between a lower tier and the device."""
-
-    bucket_size: int
-    num_in_flight: int = 1
-
-    def __post_init__(self) -> None:
-        if self.bucket_size < 1 or self.num_in_flight < 1:
-            raise ConfigError(
-                f"{self.num_in_flight} buckets of {self.bucket_size} elements in flight move "
-                f"nothing: use at least 1 of both"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StateRules:
-    """How parameters are kept: formats, optimizer, versions, and what is off the device.
+    """How parameters are kept: formats, optimizer and versions.
 
     Left open, there are as many sets of gradients as versions: one grows while one is reduced.
     """
@@ -103,7 +111,6 @@ class StateRules:
     formats: Formats = FP32
     num_versions: int = 1
     num_sets: int | None = None
-    tier: Tier | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -114,24 +121,23 @@ class StateRules:
 
 
 def state_memory(parameters: Iterable[Parameter], mesh: Mesh, rules: StateRules) -> Memory:
-    """Return what a rank holds of some parameters, each once."""
+    """Return the memory of some parameters on a rank, each counted once."""
     held = list(parameters)
     numbers = [parameter.num_stored(mesh) for parameter in held]
     count = sum(numbers)
     form, num_sets = rules.formats, rules.num_sets or rules.num_versions
     moments = sum(map(_moment_bytes, held, numbers, [rules] * len(held)))
-    whole = Memory(
+    return Memory(
         weights=count * form.weight,
         versions=count * form.version * (rules.num_versions - 1),
         gradients=count * (form.gradient * num_sets + form.wide_gradient),
         master=count * form.master,
         moments=moments + count * form.version * rules.error_feedback,
     )
-    return whole if rules.tier is None else _lowered(whole, count, rules, rules.tier)
 
 
 def state_entries(parameter: Parameter, rules: StateRules) -> tuple[str, ...]:
-    """Return what the optimizer remembers that is shaped like a parameter, by name."""
+    """Return the names of the optimizer's tensors that are shaped like a parameter."""
     if _uses_adamw(parameter, rules):
         return ("exp_avg", "exp_avg_sq")
     has_one = rules.optimizer == "muon" or rules.has_momentum
@@ -143,7 +149,7 @@ def moved_to_tier(
 ) -> Memory:
     """Return a rank's state with masters and moments on a lower tier, `in_flight` bytes above it.
 
-    Counts of steps and what error feedback remembers stay; wide gradients are made in flight.
+    Counts of steps and the memory of error feedback stay; wide gradients are made in flight.
     """
     held = list(parameters)
     count = sum(parameter.num_stored(mesh) for parameter in held)
@@ -164,21 +170,44 @@ def _uses_adamw(parameter: Parameter, rules: StateRules) -> bool:
 
 
 def _moment_bytes(parameter: Parameter, count: int, rules: StateRules) -> int:
-    """Return what the optimizer remembers of a parameter: two numbers an element, one, or none."""
+    """Return the bytes of optimizer state of a parameter: two numbers an element, one, or none."""
     steps = STEP_BYTES * _uses_adamw(parameter, rules)
     return count * FLOAT * len(state_entries(parameter, rules)) + steps
 
 
-def _lowered(whole: Memory, count: int, rules: StateRules, tier: Tier) -> Memory:
-    """Move master and moments to the lower tier; what an update reads comes in buckets."""
-    wide = count * rules.formats.wide_gradient
-    updated = wide + whole.master + whole.moments
-    in_flight = min(count, tier.bucket_size * tier.num_in_flight)
-    return replace(
-        whole,
-        gradients=whole.gradients - wide,
-        master=0,
-        moments=0,
-        buckets=round(updated * in_flight / count) if count else 0,
-        lower_tier=whole.master + whole.moments,
-    )
+# --- elastic averaging ---------------------------------------------------------------------------
+
+
+_UNLOCKED = (HOGWILD_EASGD, HOGWILD_SGD)
+_WITH_UPDATE = (ASYNC_SGD, ASYNC_MSGD)
+
+
+def center_copies(plan: Plan, worker: int) -> int:
+    """Return how many copies of its weights a rank of a worker keeps; the first may serve, too."""
+    if not plan.averages:
+        return 0
+    serves = plan.drifts and not plan.servers and worker == 0
+    return _worker_copies(plan) + (server_copies(plan) if serves else 0)
+
+
+def arriving_copies(plan: Plan, worker: int) -> int:
+    """Return how many more a rank may have to read at a time: its answer, or those of all workers.
+
+    Sums are made in place, and shared memory needs no message.
+    """
+    if not plan.drifts or plan.averaging in _UNLOCKED:
+        return 0
+    return 1 + (plan.data if not plan.servers and worker == 0 else 0)
+
+
+def server_copies(plan: Plan) -> int:
+    """Return how many copies of a centre, or of its part, its server keeps."""
+    if plan.averaging in _UNLOCKED:
+        return 1
+    return 2 + plan.data + (plan.averaging != ASYNC_SGD)
+
+
+def _worker_copies(plan: Plan) -> int:
+    if plan.averaging in _UNLOCKED:
+        return 1
+    return 3 if plan.averaging in (*_WITH_UPDATE, SLOW_MOMENTUM, DILOCO) else 2

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 from ganglion.decide.costs.cluster import Cluster, Compute, PerStage
 from ganglion.decide.costs.network import all_reduce_s, link_between, rings_along, transfer_s
-from ganglion.decide.costs.segments import segments
+from ganglion.decide.costs.recompute import segments
 from ganglion.decide.costs.times import StageTimes
 from ganglion.decide.plan import FP32, Plan
 from ganglion.decide.shapes import FLOAT, HALF, BlockCost
@@ -52,13 +52,9 @@ def stage_times(
     `held` has the stages of each, for plans that cut the blocks into several a rank; its times are
     those of all of them together.
     """
-    if cluster.compute is None:
-        raise ConfigError(
-            f"{cluster.source}: cluster.compute is missing, so times cannot be computed from the "
-            f"model: write [compute] with the speed of a rank"
-        )
+    compute = cluster.require_compute()
     stages = _cut(_with_reruns(blocks, plan), _edges(blocks, plan), plan, held)
-    times = [_compute_times(stage, plan, cluster.compute) for stage in stages]
+    times = [_compute_times(stage, plan, compute) for stage in stages]
     return _with_network(times, plan, cluster)
 
 
@@ -88,7 +84,15 @@ def stage_times_from_file(
         "jitter": jitter,
     }
     spread = {name: _spread(name, value, num_stages, cluster) for name, value in columns.items()}
-    times = [_row(spread, stage) for stage in range(num_stages)]
+    rows = ({name: column[stage] for name, column in spread.items()} for stage in range(num_stages))
+    times = [
+        StageTimes(
+            **{name: value for name, value in row.items() if not name.endswith("_bytes")},
+            message_bytes=round(row["message_bytes"]),
+            gradient_bytes=round(row["gradient_bytes"]),
+        )
+        for row in rows
+    ]
     return _with_network(times, plan, cluster, keep_reduce=table.reduce_s is not None)
 
 
@@ -232,8 +236,8 @@ def _with_network(
 def _hop_times(sizes: Sequence[float], mesh: Mesh, cluster: Cluster) -> list[float]:
     """Return how long a message to the next stage is under way, and a gradient back from it.
 
-    The last stage only sends gradients: it gets the time of the hop before it. All
-    ranks of a node whose messages leave it send at the same time.
+    The last stage only sends gradients: it gets the time of the hop before it. All ranks of a node
+    whose messages leave it send at the same time.
     """
     pairs = [pair for group in mesh.groups(("pipe",)) for pair in pairwise(group)]
     leaving = Counter(
@@ -270,17 +274,3 @@ def _spread(name: str, value: PerStage, num_stages: int, cluster: Cluster) -> li
             f"{num_stages} stages: write one for each, or a single number for all"
         )
     return list(value)
-
-
-def _row(columns: dict[str, list[float]], stage: int) -> StageTimes:
-    values = {name: column[stage] for name, column in columns.items()}
-    return StageTimes(
-        forward_s=values["forward_s"],
-        backward_s=values["backward_s"],
-        weight_s=values["weight_s"],
-        reduce_s=values["reduce_s"],
-        update_s=values["update_s"],
-        jitter=values["jitter"],
-        message_bytes=round(values["message_bytes"]),
-        gradient_bytes=round(values["gradient_bytes"]),
-    )

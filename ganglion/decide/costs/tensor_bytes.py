@@ -1,4 +1,4 @@
-"""What 3-D parallel products move: ring-equivalent elements of one rank in one step, by axis.
+"""Traffic of 3-D parallel products: ring-equivalent elements of one rank in one step, by axis.
 
 A layer is O = I W with I (m, k) and W (k, n); y splits k, x splits n, z splits m and the stored W
 (AxoNN-4D, 2502.08145, section V-B, equations 1 to 5; the spec's part B.3). Per layer and rank:
@@ -17,8 +17,9 @@ whose inputs are data has no gradient of them: no gather in backward, and no all
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
+from ganglion.decide.shapes import GPTShape
 from ganglion.decide.topology import Mesh
 from ganglion.errors import LayoutError
 
@@ -58,7 +59,7 @@ class Repeats:
     def of_step(
         cls, num_microbatches: int, *, recomputes: bool = False, keeps_gathered: bool = False
     ) -> Repeats:
-        """Return what an engine does that gathers a weight for every use, or once if it keeps it.
+        """Return the repeats of an engine that gathers weights for every use, or keeps them.
 
         A microbatch uses a weight forward and backward, and once more if it is recomputed.
         """
@@ -87,21 +88,11 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
-            all_gather_z=self.all_gather_z + other.all_gather_z,
-            reduce_scatter_z=self.reduce_scatter_z + other.reduce_scatter_z,
-            all_reduce_x=self.all_reduce_x + other.all_reduce_x,
-            all_reduce_y=self.all_reduce_y + other.all_reduce_y,
-            all_reduce_data=self.all_reduce_data + other.all_reduce_data,
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         )
 
     def __mul__(self, bytes_per_element: float) -> Traffic:
-        return Traffic(
-            all_gather_z=self.all_gather_z * bytes_per_element,
-            reduce_scatter_z=self.reduce_scatter_z * bytes_per_element,
-            all_reduce_x=self.all_reduce_x * bytes_per_element,
-            all_reduce_y=self.all_reduce_y * bytes_per_element,
-            all_reduce_data=self.all_reduce_data * bytes_per_element,
-        )
+        return Traffic(**{f.name: getattr(self, f.name) * bytes_per_element for f in fields(self)})
 
     @property
     def along_z(self) -> float:
@@ -149,24 +140,13 @@ def ring_sent(whole: int, num_ranks: int, num_blocks: int = 1) -> float:
     return (num_ranks - 1) * whole / (num_ranks * num_blocks)
 
 
-def gpt_matmuls(
-    *,
-    rows: int,
-    vocab_size: int,
-    num_layers: int,
-    hidden: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    mlp_hidden: int,
-) -> list[Matmul]:
+def gpt_matmuls(shape: GPTShape, rows: int) -> list[Matmul]:
     """Return the products of a GPT in the order of the model; the head comes last."""
-    queries = num_heads * head_size
-    qkv = queries + 2 * num_kv_heads * head_size
+    hidden = shape.hidden
     layer = [
-        Matmul(rows=rows, inputs=hidden, outputs=qkv),
-        Matmul(rows=rows, inputs=queries, outputs=hidden, transposed=True),
-        Matmul(rows=rows, inputs=hidden, outputs=mlp_hidden),
-        Matmul(rows=rows, inputs=mlp_hidden, outputs=hidden, transposed=True),
+        Matmul(rows=rows, inputs=hidden, outputs=shape.qkv_size),
+        Matmul(rows=rows, inputs=shape.query_size, outputs=hidden, transposed=True),
+        Matmul(rows=rows, inputs=hidden, outputs=shape.mlp_hidden),
+        Matmul(rows=rows, inputs=shape.mlp_hidden, outputs=hidden, transposed=True),
     ]
-    return [*layer * num_layers, Matmul(rows=rows, inputs=hidden, outputs=vocab_size)]
+    return [*layer * shape.num_layers, Matmul(rows=rows, inputs=hidden, outputs=shape.vocab_size)]

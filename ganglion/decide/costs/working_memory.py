@@ -1,6 +1,6 @@
-"""What a rank holds beside parameters: activations of microbatches in flight, and what travels.
+"""Memory of a rank beside parameters: activations of microbatches in flight, and messages.
 
-A tensor between two blocks is one piece of memory, whoever keeps it:
+A tensor between two blocks is one piece of memory, whichever of them keeps it:
 
     without recomputation    |  kept  |  kept  |  kept  |     every microbatch in flight
     with                     o        o        o        o     inputs of segments, every microbatch
@@ -218,7 +218,7 @@ def gathered_memory(
     """Return the blocks of weights that a rank gathers along z, and their gradients.
 
     A gradient of a block stays, with the rank's sum of it, until the next microbatch has one too.
-    Gathered are the blocks that are kept (all, none, or those of `gathered_blocks` that are told),
+    Gathered are the blocks that are kept (all, none, or a flag for each of `gathered_blocks`),
     and of the others the one in use and, with overlap, the next.
     """
     used = [parameter for parameter in parameters if parameter.is_gathered(mesh)]

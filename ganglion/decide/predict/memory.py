@@ -49,7 +49,7 @@ from ganglion.decide.shapes import (
 )
 from ganglion.units import MIB
 
-_NUMBER, _FLOAT = 8, 4  # bytes of a token id or class, and of a pixel
+_FLOAT = 4  # bytes
 _PAGE_BYTES = 4096  # by which the room of a bucket is larger, to begin on a page
 _NORM_PART = 2**20  # elements
 
