@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Contestant, arguments, measure, rate_rows, report
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.shapes import GPTShape
 from ganglion.execute.comm import torch_world
 from ganglion.execute.measure.memory import keep_freed_memory
@@ -141,7 +141,7 @@ def build_ganglion(task: Task) -> Callable[[], None]:
         cross_entropy,
         make_optimizer,
         plan,
-        max_grad_norm=MAX_GRAD_NORM,
+        RunSettings(max_grad_norm=MAX_GRAD_NORM),
         world=world,
     )
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import Contestant, Workers, machine, program
-from ganglion import parallelize
+from ganglion import RunSettings, parallelize
 from ganglion.cli.environment import cache_folder
 from ganglion.cli.train import prepare_data
 from ganglion.decide.config import Override, RunFile, load_run_file, resolve
@@ -125,12 +125,14 @@ def trained(cell: Cell) -> float | None:
         loss_function(file.model.loss),
         optimizer_factory(settings),
         plan,
-        max_grad_norm=settings.max_grad_norm,
-        error_feedback=settings.error_feedback,
-        lr_factor=warmup_cosine(settings.warmup_steps, cell.steps, settings.min_lr_fraction),
-        seed=cell.seed,
+        RunSettings(
+            max_grad_norm=settings.max_grad_norm,
+            error_feedback=settings.error_feedback,
+            lr_factor=warmup_cosine(settings.warmup_steps, cell.steps, settings.min_lr_fraction),
+            seed=cell.seed,
+            timeout_s=TIMEOUT_S,
+        ),
         world=torch_world(dist.get_rank(), plan.mesh(), timeout_s=TIMEOUT_S),
-        timeout_s=TIMEOUT_S,
     ) as run:
         for _ in run.steps(run.batches(source.train), until=cell.steps):
             pass

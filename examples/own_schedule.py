@@ -65,7 +65,7 @@ def train() -> None:
         nn.functional.mse_loss,
         lambda named: torch.optim.AdamW(named, lr=1e-2),
         plan,
-        schedules=SCHEDULES,
+        ganglion.RunSettings(schedules=SCHEDULES),
     )
     for result in run.steps([batch] * 100):
         if run.world.rank == 0 and result.step % 20 == 0:

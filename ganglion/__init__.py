@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ganglion.decide.plan import Plan
     from ganglion.decide.predict import Prediction, predict
     from ganglion.errors import GanglionError
-    from ganglion.execute.train import Run, StepResult, parallelize
+    from ganglion.execute.train import Run, RunSettings, StepResult, parallelize
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Run",
+    "RunSettings",
     "StepResult",
     "__version__",
     "parallelize",
@@ -40,6 +41,7 @@ _HOME = {
     "Plan": "decide.plan",
     "Prediction": "decide.predict",
     "Run": "execute.train",
+    "RunSettings": "execute.train",
     "StepResult": "execute.train",
     "parallelize": "execute.train",
     "predict": "decide.predict",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.data_parallel import make_optimizer
 from benchmarks.harness import Contestant, Figures
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.cli.environment import usable_cores
 from ganglion.decide.shapes import GPTShape
 from ganglion.execute.comm import torch_world
@@ -77,10 +77,12 @@ def make_run(task: StateTask, plan: Plan) -> Run:
         cross_entropy,
         make_optimizer,
         plan,
+        RunSettings(
+            keep_freed=False,
+            offload=OffloadSettings(folder=Path(task.folder), bucket_size=task.bucket_size),
+        ),
         world=torch_world(dist.get_rank(), plan.mesh(), timeout_s=300),
         device=CPU,
-        keep_freed=False,
-        offload=OffloadSettings(folder=Path(task.folder), bucket_size=task.bucket_size),
     )
 
 

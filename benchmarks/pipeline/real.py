@@ -42,7 +42,7 @@ from benchmarks.pipeline.torch_pipeline import (
     even_split,
 )
 from benchmarks.pipeline.torch_pipeline import torch_steps as run_torch
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.execute.comm import torch_world
 from ganglion.execute.measure.memory import keep_freed_memory
 from ganglion.execute.models import cross_entropy
@@ -100,9 +100,11 @@ def build_ganglion(options: dict[str, Any], task: RealTask) -> Turn:
         cross_entropy,
         make_optimizer,
         plan,
-        max_grad_norm=MAX_GRAD_NORM,
+        RunSettings(
+            max_grad_norm=MAX_GRAD_NORM,
+            sample=(inputs[: model.microbatch_size], targets[: model.microbatch_size]),
+        ),
         world=torch_world(dist.get_rank(), plan.mesh(), timeout_s=300),
-        sample=(inputs[: model.microbatch_size], targets[: model.microbatch_size]),
     )
     steps = run.steps(itertools.repeat(batch))
     first_cut = float(run.plan.stage_boundaries[0])

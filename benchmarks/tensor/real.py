@@ -24,7 +24,7 @@ from benchmarks.harness import Contestant, Figures
 from benchmarks.pipeline.real import timed
 from benchmarks.tensor import torch_tensor
 from benchmarks.tensor.torch_tensor import Batch, Training
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.execute.comm import torch_world
 from ganglion.execute.measure.memory import keep_freed_memory
 from ganglion.execute.models import cross_entropy
@@ -83,9 +83,8 @@ def build_ganglion(axis: str, settings: TensorSettings | None, task: RealTask) -
         cross_entropy,
         make_optimizer,
         plan,
-        max_grad_norm=MAX_GRAD_NORM,
+        RunSettings(max_grad_norm=MAX_GRAD_NORM, tensor=settings),
         world=torch_world(dist.get_rank(), plan.mesh(), timeout_s=300),
-        tensor=settings,
     )
     batch = half_batch(model) if splits_rows else global_batch(model)
     steps = run.steps(itertools.repeat(batch))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ganglion import Plan, Run, parallelize
+from ganglion import Plan, Run, RunSettings, parallelize
 from ganglion.errors import OffloadError
 from ganglion.execute.update.offloaded import OffloadSettings
 
@@ -31,7 +31,7 @@ def make_run(folder: Path, offload: str = "disk") -> Run:
         nn.functional.cross_entropy,
         lambda named: torch.optim.AdamW(named, lr=1e-2, fused=True),
         Plan(microbatch_size=4, offload=offload, precision="bf16_master"),
-        offload=OffloadSettings(folder=folder, bucket_size=4096),
+        RunSettings(offload=OffloadSettings(folder=folder, bucket_size=4096)),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ganglion import parallelize
+from ganglion import RunSettings, parallelize
 from ganglion.errors import GanglionError
 from ganglion.execute.comm import World, torch_world
 from ganglion.execute.models import cross_entropy
@@ -30,8 +30,9 @@ def ending(world: World, schedule: str, transport: str, parts: dict[str, Any]) -
     plan = plan_for(LONG, schedule, 2, 2, 2, stage_boundaries=(2,))
     own = torch_world(world.rank, plan.mesh(), timeout_s=DEADLINE_S, transport=transport)
     whole = {"loss_fn": cross_entropy, "optimizer_factory": OPTIMIZERS["sgd"], **parts}
+    settings = RunSettings(timeout_s=DEADLINE_S)
     try:
-        with parallelize(**whole, plan=plan, world=own, timeout_s=DEADLINE_S) as run:
+        with parallelize(**whole, plan=plan, settings=settings, world=own) as run:
             for _ in run.steps(share_of(batch, own, plan) for batch in make_batches(LONG)):
                 pass
     except GanglionError as error:

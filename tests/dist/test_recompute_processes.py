@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.execute.comm import World, torch_world
-from ganglion.execute.train.offloaded_activations import ActivationSettings
+from ganglion.execute.train.settings import ActivationSettings
 from tests.single.test_pipeline_shapes import serial, steps_of, train
 from tests.support.harness import Ranks
 from tests.support.pipelines import merged
@@ -40,8 +40,8 @@ def train_dropped(world: World, plan: Plan) -> History:
         F.mse_loss,
         OPTIMIZERS["adamw"],
         plan,
+        RunSettings(activations=ActivationSettings(min_bytes=0)),
         world=own,
-        activations=ActivationSettings(min_bytes=0),
     )
     history = History()
     for result in run.steps((inputs, targets) for inputs, targets in batches):

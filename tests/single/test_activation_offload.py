@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.costs import segments
 from ganglion.decide.predict import MemoryOptions, predicted_memory
 from ganglion.decide.topology import Mesh
@@ -27,7 +27,7 @@ from ganglion.execute.offload import activation_tiers
 from ganglion.execute.offload.activation_tiers import ScratchFile, open_activation_tier
 from ganglion.execute.offload.activations import ActivationOffload
 from ganglion.execute.pipeline import Chain, Stage, StageSettings, defer_weight_gradients
-from ganglion.execute.train.offloaded_activations import ActivationSettings
+from ganglion.execute.train.settings import ActivationSettings
 from tests.single.test_memory_model import STEPS, allocated_peak, sample
 from tests.support.covering import cells
 from tests.support.pipelines import CASE, plan_for, train_at_once
@@ -159,7 +159,12 @@ def train_blocks(plan: Plan, folder: Path) -> History:
             for _ in range(3)
         ]
         with parallelize(
-            blocks(), F.mse_loss, OPTIMIZERS["adamw"], plan, world=world, activations=settings
+            blocks(),
+            F.mse_loss,
+            OPTIMIZERS["adamw"],
+            plan,
+            RunSettings(activations=settings),
+            world=world,
         ) as run:
             results = list(run.steps(share_of(batch, world, plan) for batch in batches))
             history = History(weights=copies(run.model_tensors()))

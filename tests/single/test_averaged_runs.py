@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.errors import ConfigError, NotBuiltError
 from ganglion.execute.averaging.methods.outer import OuterFactory, diloco, local_sgd, slow_momentum
 from ganglion.execute.comm import World, run_threads
@@ -196,8 +196,8 @@ def train_statistics(world: World, plan: Plan) -> dict[str, Tensor]:
         cross_entropy,
         torch.optim.SGD,
         plan,
+        RunSettings(averaging=AveragingSettings(tau=1)),
         world=world,
-        averaging=AveragingSettings(tau=1),
     )
     list(run.steps([samples_of(world.coordinates.data)]))
     run.drain()

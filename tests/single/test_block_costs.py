@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.costs import balanced_boundaries
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.measure import block_costs
@@ -161,7 +161,12 @@ def _measured_run(world: World, plan: Plan) -> tuple[int, ...]:
     block_costs_clock[threading.get_ident()] = clock
     blocks = [Slow(clock, 3.0), Slow(clock, 1.0), Slow(clock, 1.0), Slow(clock, 1.0)]
     run = parallelize(
-        blocks, nn.functional.mse_loss, torch.optim.SGD, plan, world=world, sample=SAMPLE
+        blocks,
+        nn.functional.mse_loss,
+        torch.optim.SGD,
+        plan,
+        RunSettings(sample=SAMPLE),
+        world=world,
     )
     return run.plan.stage_boundaries
 

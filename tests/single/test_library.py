@@ -20,13 +20,10 @@ from tests.support.command import environment
 def make_run(plan: ganglion.Plan | None = None, **options: object) -> ganglion.Run:
     torch.manual_seed(0)
     blocks = [nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)]
-    settings: dict[str, object] = {
-        "loss_fn": nn.functional.cross_entropy,
-        "optimizer_factory": partial(torch.optim.AdamW, lr=1e-2),
-        "plan": plan or ganglion.Plan(microbatch_size=2, num_microbatches=2),
-        **options,
-    }
-    return ganglion.parallelize(blocks, **settings)  # type: ignore[arg-type]
+    own = options.pop("optimizer_factory", partial(torch.optim.AdamW, lr=1e-2))
+    plan = plan or ganglion.Plan(microbatch_size=2, num_microbatches=2)
+    settings = ganglion.RunSettings(**options)  # type: ignore[arg-type]
+    return ganglion.parallelize(blocks, nn.functional.cross_entropy, own, plan, settings)  # type: ignore[arg-type]
 
 
 def dataset(size: int = 20) -> torch.utils.data.TensorDataset:
@@ -40,6 +37,7 @@ def test_the_surface_is_pinned() -> None:
         "Plan",
         "Prediction",
         "Run",
+        "RunSettings",
         "StepResult",
         "__version__",
         "parallelize",

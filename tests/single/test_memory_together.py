@@ -14,7 +14,7 @@ from ganglion import Plan
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.offload.activation_tiers import ScratchFile
 from ganglion.execute.tensor import TensorSettings
-from ganglion.execute.train.offloaded_activations import ActivationSettings
+from ganglion.execute.train.settings import ActivationSettings
 from ganglion.execute.update.offloaded import OffloadSettings
 from tests.support.covering import cells
 from tests.support.serial import History, assert_same_by_name

@@ -22,7 +22,7 @@ from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.measure.memory import MemoryWatch, SavedBytes, held_bytes
 from ganglion.execute.models import cross_entropy
-from ganglion.execute.train import parallelize
+from ganglion.execute.train import RunSettings, parallelize
 from ganglion.execute.update.offloaded import OffloadSettings
 from tests.single.test_memory_model import STATES, Layouts, plan_of, told
 from tests.support.training import FACTORIES, SHAPES, make_batches, make_model, make_run, share_of
@@ -64,10 +64,12 @@ def counted(world: World, layout: Layouts, folder: Path) -> tuple[Plan, dict[str
         cross_entropy,
         FACTORIES[case.optimizer],
         layout.plan,
-        error_feedback=case.error_feedback,
+        RunSettings(
+            error_feedback=case.error_feedback,
+            bucket_mib=case.bucket_mib,
+            offload=OffloadSettings(folder=folder / str(world.rank), bucket_size=BUCKET_SIZE),
+        ),
         world=world,
-        bucket_mib=case.bucket_mib,
-        offload=OffloadSettings(folder=folder / str(world.rank), bucket_size=BUCKET_SIZE),
     ) as run:
         list(run.steps(share_of(b, world, layout.plan) for b in make_batches(case)))
         run.drain()

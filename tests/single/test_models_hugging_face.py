@@ -259,7 +259,9 @@ def test_training_in_a_run_equals_a_plain_loop(family: str) -> None:
 
     history = train_serially(Logits(model), cross_entropy, optimizer, batches, max_grad_norm=1.0)
     plan = ganglion.Plan(microbatch_size=2, num_microbatches=2)
-    run = ganglion.parallelize(blocks, cross_entropy, optimizer, plan, max_grad_norm=1.0)
+    run = ganglion.parallelize(
+        blocks, cross_entropy, optimizer, plan, ganglion.RunSettings(max_grad_norm=1.0)
+    )
     losses = [result.loss for result in run.steps(iter(batches))]
     assert losses == pytest.approx(history.losses, rel=1e-6)
     weights = hugging_face_state_dict(blocks, run.model_tensors())

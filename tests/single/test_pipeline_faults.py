@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.schedules.pipeline.action import FORWARD, Message
 from ganglion.errors import CommError, GanglionError, PeerLost, PipelineError, ProtocolError
 from ganglion.execute.comm import Faults, World, run_threads
@@ -100,7 +100,8 @@ def outcomes(
             "timeout_s": 30.0,
         }
         parts.update(build(world))
-        run = parallelize(**parts, plan=plan, world=world)
+        settings = RunSettings(timeout_s=parts.pop("timeout_s"))
+        run = parallelize(**parts, plan=plan, settings=settings, world=world)
         with pytest.raises(errors) as caught:
             list(run.steps(share_of(batch, world, plan) for batch in make_batches(case)))
         assert isinstance(caught.value, GanglionError)

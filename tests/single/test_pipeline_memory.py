@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.schedules.pipeline import planned_schedule
 from ganglion.decide.schedules.pipeline.action import Action
 from ganglion.execute.comm import World, run_threads
 from ganglion.execute.pipeline import Stage
 from ganglion.execute.pipeline.pipeline_executor import PipelineExecutor
 from ganglion.execute.train import Run
-from ganglion.execute.train.offloaded_activations import ActivationSettings
+from ganglion.execute.train.settings import ActivationSettings
 from tests.support.serial import Batch
 from tests.support.training import OPTIMIZERS
 
@@ -54,9 +54,8 @@ def run_of(world: World, plan: Plan) -> Run:
         F.mse_loss,
         OPTIMIZERS["adamw"],
         plan,
+        RunSettings(bucket_mib=1e-4, activations=ActivationSettings(min_bytes=0)),
         world=world,
-        bucket_mib=1e-4,
-        activations=ActivationSettings(min_bytes=0),
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.schedules.pipeline import BUILT_IN, planned_schedule
 from ganglion.decide.schedules.pipeline.listed import GPipe
 from ganglion.errors import ConfigError
@@ -107,5 +107,5 @@ def test_a_broken_schedule_is_refused_before_ranks_meet() -> None:
             cross_entropy,
             OPTIMIZERS["sgd"],
             plan,
-            schedules=BUILT_IN.register("greedy", Greedy),
+            RunSettings(schedules=BUILT_IN.register("greedy", Greedy)),
         )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.plan import BF16_MASTER, FP16_MASTER
 from ganglion.errors import ConfigError
 from ganglion.execute.comm import World, run_threads
@@ -375,7 +375,7 @@ def test_what_is_not_built_is_refused_by_name(plan: Plan, error_feedback: bool, 
             cross_entropy,
             OPTIMIZERS["sgd"],
             plan,
-            error_feedback=error_feedback,
+            RunSettings(error_feedback=error_feedback),
         )
 
 

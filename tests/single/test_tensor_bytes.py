@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.costs import Matmul, Repeats, Traffic, gpt_matmuls, ring_sent, tensor_traffic
 from ganglion.decide.shapes import GPTShape, MLPShape
 from ganglion.decide.topology import Mesh, Placement
@@ -112,9 +112,9 @@ def train(world: World, plan: Plan, settings: TensorSettings | None) -> Seen:
         cross_entropy,
         partial(torch.optim.SGD, lr=0.1),
         plan,
+        RunSettings(tensor=settings),
         world=counted_world(world, reduced),
         recorder=recorder,
-        tensor=settings,
     )
     reduced.clear()
     share = world.coordinates.data * plan.z + world.coordinates.z
@@ -252,9 +252,9 @@ def train_mlp(world: World, plan: Plan, settings: TensorSettings) -> Counter[str
         cross_entropy,
         partial(torch.optim.SGD, lr=0.1),
         plan,
+        RunSettings(tensor=settings),
         world=world,
         recorder=recorder,
-        tensor=settings,
     )
     batch = (torch.ones(plan.share_size, 6).double(), torch.ones(plan.share_size).long())
     list(run.steps([batch] * NUM_STEPS))

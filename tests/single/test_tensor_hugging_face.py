@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.config.tensor_checks import FAMILIES, check_hugging_face
 from ganglion.decide.topology import Mesh
 from ganglion.errors import LayoutError
@@ -139,9 +139,8 @@ def train(world: World, plan: Plan, case: Case) -> Held:
         cross_entropy,
         OPTIMIZERS["sgd"],
         plan,
-        max_grad_norm=0.5,
+        RunSettings(max_grad_norm=0.5, bucket_mib=0.002),
         world=world,
-        bucket_mib=0.002,
     )
     history = History()
     for batch in make_batches():

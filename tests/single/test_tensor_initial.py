@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.config import Override, load_run_file, resolve
 from ganglion.decide.topology import Launch
 from ganglion.errors import ConfigError
@@ -75,10 +75,8 @@ def make_run(
         cross_entropy,
         OPTIMIZERS["sgd"],
         plan,
+        RunSettings(bucket_mib=0.002, initial=initial, **settings),
         world=world,
-        bucket_mib=0.002,
-        initial=initial,
-        **settings,
     )
     return run, blocks
 
@@ -175,7 +173,12 @@ def train(world: World, plan: Plan, case: Case, by_shard: bool, with_sample: boo
         model = build_model(SHAPES[case.model])
         model.initialize(SEED)
         run = parallelize(
-            model, cross_entropy, OPTIMIZERS["sgd"], plan, world=world, bucket_mib=0.002
+            model,
+            cross_entropy,
+            OPTIMIZERS["sgd"],
+            plan,
+            RunSettings(bucket_mib=0.002),
+            world=world,
         )
     history = History()
     for batch in batches:
@@ -229,7 +232,9 @@ def small(device: str) -> dict[str, nn.Module]:
 
 
 def start(blocks: dict[str, nn.Module], initial: InitialWeights | None, world: World) -> Run:
-    return parallelize(blocks, cross_entropy, torch.optim.SGD, Plan(), world=world, initial=initial)
+    return parallelize(
+        blocks, cross_entropy, torch.optim.SGD, Plan(), RunSettings(initial=initial), world=world
+    )
 
 
 def alone() -> World:

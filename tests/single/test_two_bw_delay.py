@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.cli.train import warn_of_late_gradients
 from ganglion.decide.config import Override, check_plan, load_run_file, resolve
 from ganglion.errors import ConfigError
@@ -113,7 +113,9 @@ def test_feedback_is_refused_without_a_delay_of_one(schedule: str, pipe: int, wo
     plan = Plan(pipe=pipe, schedule=schedule, num_microbatches=4)
     blocks = make_model(Case())
     with pytest.raises(ConfigError, match=f"optimizer.error_feedback.*{schedule}.*{words}"):
-        parallelize(blocks, cross_entropy, OPTIMIZERS["sgd"], plan, error_feedback=True)
+        parallelize(
+            blocks, cross_entropy, OPTIMIZERS["sgd"], plan, RunSettings(error_feedback=True)
+        )
 
 
 def test_feedback_is_refused_beside_a_plan_file_too() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.decide.topology import Coordinates, Mesh, ModelCuts, Placement
 from ganglion.execute.comm import World, run_threads
@@ -160,11 +160,13 @@ class Task:
             self.loss_fn,
             partial(torch.optim.AdamW, lr=1e-2),
             plan,
-            max_grad_norm=self.max_grad_norm,
+            RunSettings(
+                max_grad_norm=self.max_grad_norm,
+                bucket_mib=0.002,
+                cuts=self.cuts,
+                tensor=self.tensor,
+            ),
             world=world,
-            bucket_mib=0.002,
-            cuts=self.cuts,
-            tensor=self.tensor,
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ganglion import Plan, parallelize
+from ganglion import Plan, RunSettings, parallelize
 from ganglion.decide.config.schema import OptimizerSection
 from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.execute.comm import World
@@ -18,7 +18,7 @@ from ganglion.execute.models import build_model, cross_entropy
 from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.train import Run
 from ganglion.execute.train.averaged import AveragingSettings
-from ganglion.execute.train.offloaded_activations import ActivationSettings
+from ganglion.execute.train.settings import ActivationSettings
 from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.execute.update.optimizers import NamedParameters, OptimizerFactory, optimizer_factory
 from ganglion.trace import Event, Recorder
@@ -164,16 +164,18 @@ def make_run(
         cross_entropy,
         watch or FACTORIES[case.optimizer],
         plan,
-        max_grad_norm=case.max_grad_norm,
-        error_feedback=case.error_feedback,
+        RunSettings(
+            max_grad_norm=case.max_grad_norm,
+            error_feedback=case.error_feedback,
+            overlap=case.overlap,
+            bucket_mib=case.bucket_mib,
+            tensor=case.tensor,
+            averaging=case.averaging,
+            offload=case.offload,
+            activations=case.activations,
+        ),
         world=world,
-        overlap=case.overlap,
-        bucket_mib=case.bucket_mib,
-        tensor=case.tensor,
         recorder=recorder,
-        averaging=case.averaging,
-        offload=case.offload,
-        activations=case.activations,
     )
 
 

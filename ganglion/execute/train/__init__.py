@@ -18,6 +18,7 @@ from ganglion.execute.train.parallelize import parallelize
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.saved import with_saved_cut
 from ganglion.execute.train.servers import serve_centers, workers_of
+from ganglion.execute.train.settings import RunSettings
 from ganglion.execute.update import StepResult
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "MemoryObserver",
     "Observer",
     "Run",
+    "RunSettings",
     "StepResult",
     "build_blocks",
     "build_job",

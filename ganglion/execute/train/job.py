@@ -47,10 +47,10 @@ from ganglion.execute.models import (
 )
 from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.train.averaged import AveragingSettings
-from ganglion.execute.train.offloaded_activations import ActivationSettings
 from ganglion.execute.train.parallelize import parallelize
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.servers import store_of
+from ganglion.execute.train.settings import ActivationSettings, RunSettings
 from ganglion.execute.update import OffloadSettings, optimizer_factory, warmup_cosine
 from ganglion.trace import Recorder
 from ganglion.units import MIB
@@ -197,35 +197,37 @@ def parallelize_file(
         loss_fn,
         optimizer_factory(file.optimizer),
         plan,
-        max_grad_norm=file.optimizer.max_grad_norm,
-        error_feedback=file.optimizer.error_feedback,
-        lr_factor=warmup_cosine(
-            file.optimizer.warmup_steps,
-            file.train.steps,
-            file.optimizer.min_lr_fraction,
-            decay=file.optimizer.schedule == "cosine",
+        RunSettings(
+            max_grad_norm=file.optimizer.max_grad_norm,
+            error_feedback=file.optimizer.error_feedback,
+            lr_factor=warmup_cosine(
+                file.optimizer.warmup_steps,
+                file.train.steps,
+                file.optimizer.min_lr_fraction,
+                decay=file.optimizer.schedule == "cosine",
+            ),
+            seed=file.train.seed,
+            overlap=file.parallel.overlap,
+            tensor=TensorSettings(
+                overlap_all_reduce=file.parallel.overlap,
+                overlap_reduce_scatter=file.parallel.overlap,
+                overlap_all_gather=file.parallel.overlap,
+                keep_gathered=file.parallel.keep_gathered,
+                keep_bytes=int(file.parallel.keep_gathered_mib * MIB),
+                share_pieces=file.parallel.share_pieces,
+            ),
+            bucket_mib=file.parallel.bucket_mib,
+            timeout_s=file.train.timeout_s,
+            sample=sample,
+            initial=initial,
+            averaging=_met(_averaging(file.averaging), plan, launch, file.train.timeout_s),
+            keep_freed=file.memory.device_gib == 0,
+            offload=OffloadSettings(folder=scratch, bucket_size=file.memory.bucket_size),
+            activations=ActivationSettings(folder=scratch),
         ),
-        seed=file.train.seed,
         world=world,
         device=device,
         recorder=recorder,
-        overlap=file.parallel.overlap,
-        tensor=TensorSettings(
-            overlap_all_reduce=file.parallel.overlap,
-            overlap_reduce_scatter=file.parallel.overlap,
-            overlap_all_gather=file.parallel.overlap,
-            keep_gathered=file.parallel.keep_gathered,
-            keep_bytes=int(file.parallel.keep_gathered_mib * MIB),
-            share_pieces=file.parallel.share_pieces,
-        ),
-        bucket_mib=file.parallel.bucket_mib,
-        timeout_s=file.train.timeout_s,
-        sample=sample,
-        initial=initial,
-        averaging=_met(_averaging(file.averaging), plan, launch, file.train.timeout_s),
-        keep_freed=file.memory.device_gib == 0,
-        offload=OffloadSettings(folder=scratch, bucket_size=file.memory.bucket_size),
-        activations=ActivationSettings(folder=scratch),
     )
 
 

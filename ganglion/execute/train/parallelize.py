@@ -1,12 +1,4 @@
-"""From ordinary blocks to a parallel run: the steps, one after the other.
-
-With tensor axes, known models are split as such; `cuts` tell how to split others, whose linear
-layers else take and return whole activations; `tensor` switches overlaps. Blocks on the meta device
-need `initial` weights: every rank makes its own piece; others begin as on rank 0. A plan with
-`averaging` trains its replicas as workers; the settings of that name say how they exchange. A plan
-with `offload` keeps optimizer state on a tier; those settings say where and in which buckets; those
-of `activations` say where a plan with `offload_activations` puts them.
-"""
+"""From ordinary blocks to a parallel run: place, split, choose the precision, build, run."""
 
 from __future__ import annotations
 
@@ -21,14 +13,13 @@ from torch.optim import Optimizer
 from ganglion.decide.config import check_error_feedback, check_precision, verdict_delay
 from ganglion.decide.plan import FP16_MASTER, Plan
 from ganglion.decide.schedules import LossScale
-from ganglion.decide.schedules.pipeline import BUILT_IN, Registry, check_planned, planned_schedule
-from ganglion.decide.topology import AXES, Launch, ModelCuts, read_launch
+from ganglion.decide.schedules.pipeline import check_planned, planned_schedule
+from ganglion.decide.topology import AXES, Launch, read_launch
 from ganglion.errors import ConfigError
 from ganglion.execute.averaging import own_address
 from ganglion.execute.comm import World, open_world
 from ganglion.execute.data import share_index
 from ganglion.execute.device import pick_device
-from ganglion.execute.gradients import GradientReducer
 from ganglion.execute.measure import (
     Sample,
     agreed_costs,
@@ -46,6 +37,7 @@ from ganglion.execute.models import (
     named_buffers,
     named_parameters,
 )
+from ganglion.execute.offload import ActivationOffload, open_activation_tier
 from ganglion.execute.pipeline import (
     BuildContext,
     LocalModel,
@@ -53,30 +45,24 @@ from ganglion.execute.pipeline import (
     Splitting,
     WidenedCall,
     build_pipeline,
-    choose_kept,
-    make_blocks_real,
     plain_call,
-    share_pieces,
     split_blocks,
 )
 from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.train.async_workers import step_group, worker_executor
 from ganglion.execute.train.averaged import Averaged, AveragingSettings, all_are_made, average
-from ganglion.execute.train.offloaded_activations import ActivationSettings, offload_activations
 from ganglion.execute.train.parts import RunParts
-from ganglion.execute.train.replica import Replica, autocast
-from ganglion.execute.train.replica_executor import ReplicaExecutor
+from ganglion.execute.train.replica import autocast
+from ganglion.execute.train.replica_executor import build_replica
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.servers import store_of, workers_of
+from ganglion.execute.train.settings import ActivationSettings, RunSettings
 from ganglion.execute.update import (
-    BatchEnd,
     GradientPolicy,
-    LrFactor,
     OffloadSettings,
     OptimizerFactory,
     RateSetter,
     WideLoss,
-    constant,
 )
 from ganglion.trace import Recorder
 from ganglion.units import MIB
@@ -87,82 +73,78 @@ def parallelize(
     loss_fn: LossFn,
     optimizer_factory: OptimizerFactory,
     plan: Plan,
+    settings: RunSettings = RunSettings(),
     *,
-    max_grad_norm: float = 0.0,
-    error_feedback: bool = False,
-    lr_factor: LrFactor = constant,
-    seed: int = 0,
     world: World | None = None,
     device: torch.device | None = None,
     recorder: Recorder | None = None,
-    overlap: bool = True,
-    bucket_mib: float = 25.0,
-    timeout_s: float = 300.0,
-    sample: Sample | None = None,
-    schedules: Registry = BUILT_IN,
-    cuts: ModelCuts | None = None,
-    tensor: TensorSettings | None = None,
-    initial: InitialWeights | None = None,
-    averaging: AveragingSettings | None = None,
-    offload: OffloadSettings | None = None,
-    activations: ActivationSettings | None = None,
-    keep_freed: bool = True,
 ) -> Run:
     """Return a run that trains `blocks`, in order, under `plan`.
 
     Call it on every process, alone or under torchrun or srun; without a `world`, the others are met
     through the launcher's environment. `loss_fn(output, target)` returns the mean loss of a
-    microbatch. `optimizer_factory` gets (name, parameter) pairs of the placed model; the rate of
-    update `step` is the optimizer's own times `lr_factor(step)`. `error_feedback` corrects updates
-    from late gradients (schedule two_bw). `schedules` knows the plan's schedule by name. With a
-    `sample`, one microbatch, the stages of a pipeline are cut by measured times; without, by their
-    weights. The top of this file tells of `cuts`, `tensor`, `initial`, `averaging`, `offload` and
-    `activations`. With `keep_freed` host memory that was freed stays with the process, which is
-    quicker.
+    microbatch. `optimizer_factory` gets (name, parameter) pairs of the placed model.
     """
-    plan = _checked(plan, schedules, error_feedback)
+    plan = _checked(plan, settings)
     launch = read_launch(os.environ)
-    world = _meet(launch, plan, timeout_s) if world is None else world
+    world = _meet(launch, plan, settings.timeout_s) if world is None else world
     device = pick_device(launch.local_rank) if device is None else device
-    placed = _placed(named_blocks(blocks), device, initial)
+    placed = _placed(named_blocks(blocks), device, settings.initial)
     recorder = _recorder(world, recorder)
-    averages = _Averages(
-        plan, world, _reachable(averaging or AveragingSettings(), launch, plan, timeout_s)
-    )
+    averages = _Averages(plan, world, _reachable(settings, launch, plan))
     context = BuildContext(
         blocks=placed,
         loss_fn=loss_fn,
         optimizer_factory=optimizer_factory,
         plan=plan,
-        schedules=schedules,
+        schedules=settings.schedules,
         world=world,
         device=device,
         recorder=recorder,
-        stream=_stream(seed, world, plan),
+        stream=_stream(settings.seed, world, plan),
         autocast=lambda: autocast(plan.precision, device),
-        bucket_bytes=int(bucket_mib * MIB),
-        max_grad_norm=max_grad_norm,
-        error_feedback=error_feedback,
-        timeout_s=timeout_s,
-        initial=_agreed(initial, world),
+        bucket_bytes=int(settings.bucket_mib * MIB),
+        max_grad_norm=settings.max_grad_norm,
+        error_feedback=settings.error_feedback,
+        timeout_s=settings.timeout_s,
+        initial=_agreed(settings.initial, world),
         average=averages,
-        policy=GradientPolicy(max_grad_norm),
+        policy=GradientPolicy(settings.max_grad_norm),
         call=plain_call,
-        offload=offload or OffloadSettings(),
-        activations=offload_activations(
-            plan, activations or ActivationSettings(), device, timeout_s
-        ),
+        offload=settings.offload or OffloadSettings(),
+        activations=_activations(plan, settings, device),
     )
     _same_start(context)
-    context = dataclasses.replace(context, costs=_costs(context, sample))
-    context, splitting = split_blocks(context, cuts, tensor or TensorSettings())
-    _tune_heap(plan, keep_freed)
+    context = dataclasses.replace(context, costs=_costs(context, settings.sample))
+    context, splitting = split_blocks(context, settings.cuts, settings.tensor or TensorSettings())
+    _tune_heap(plan, settings.keep_freed)
     context, scaling = _in_precision(context, splitting)
-    return _build(context, splitting, scaling, averages, lr_factor, overlap, seed)
+    rate = RateSetter(settings.lr_factor)
+    local = _build(context, splitting, rate, settings.overlap)
+    all_are_made(plan, world, averages.settings)
+    return Run(
+        RunParts(
+            plan=local.plan,
+            world=world,
+            device=device,
+            parameters=local.parameters,
+            buffers=named_buffers({name: context.blocks[name] for name in local.block_names}),
+            executor=worker_executor(local.executor, world, plan),
+            updates=local.updates,
+            feedback=local.feedback,
+            recorder=recorder,
+            seed=settings.seed,
+            placements=splitting.placements,
+            tensor_report=splitting.report,
+            averaged=averages.made,
+            scaling=scaling,
+        )
+    )
 
 
-def _checked(plan: Plan, schedules: Registry, error_feedback: bool) -> Plan:
+def _checked(plan: Plan, settings: RunSettings) -> Plan:
     """Return the plan with its schedule's own name; refuse what cannot run."""
+    schedules, error_feedback = settings.schedules, settings.error_feedback
     plan.require_built()
     if plan.recompute == "budget":
         raise ConfigError(
@@ -182,18 +164,28 @@ def _meet(launch: Launch, plan: Plan, timeout_s: float) -> World:
     return open_world(among, plan.mesh(), timeout_s=timeout_s, meets_alone=alone)
 
 
-def _reachable(
-    settings: AveragingSettings, launch: Launch, plan: Plan, timeout_s: float
-) -> AveragingSettings:
-    """Return the settings with where workers and servers find each other, unless they know."""
-    if settings.store is not None:
-        return dataclasses.replace(settings, timeout_s=timeout_s)
+def _reachable(settings: RunSettings, launch: Launch, plan: Plan) -> AveragingSettings:
+    """Return the averaging settings, with the store and address of servers filled in."""
+    asked, timeout_s = settings.averaging or AveragingSettings(), settings.timeout_s
+    if asked.store is not None:
+        return dataclasses.replace(asked, timeout_s=timeout_s)
     return dataclasses.replace(
-        settings,
+        asked,
         store=store_of(launch, plan, timeout_s),
         listen_on=own_address(launch),
         timeout_s=timeout_s,
     )
+
+
+def _activations(
+    plan: Plan, settings: RunSettings, device: torch.device
+) -> ActivationOffload | None:
+    """Return what moves the activations of this rank; None if they stay."""
+    if plan.offload_activations == "none":
+        return None
+    asked = settings.activations or ActivationSettings()
+    tier = open_activation_tier(plan.offload_activations, asked.folder, device, settings.timeout_s)
+    return ActivationOffload(tier, min_bytes=asked.min_bytes)
 
 
 class _Averages:
@@ -262,99 +254,18 @@ def _stream(seed: int, world: World, plan: Plan) -> RandomStream:
 
 
 def _build(
-    context: BuildContext,
-    splitting: Splitting,
-    scaling: LossScale | None,
-    averages: _Averages,
-    lr_factor: LrFactor,
-    overlap: bool,
-    seed: int,
-) -> Run:
-    """Join the parts that the plan calls for."""
-    plan, rate = context.plan, RateSetter(lr_factor)
-    context = dataclasses.replace(context, among=step_group(context.world, plan))
-    # One stage that flushes is plain training; one that does not has a delay of its own.
-    whole = plan.pipe == 1 and planned_schedule(plan, 0, context.schedules).flushes
-    local = (
-        _replica(context, splitting, rate, overlap)
-        if whole
-        else build_pipeline(context, splitting, rate)  # its reductions always overlap
-    )
-    rate.take(local.optimizers)
-    all_are_made(plan, context.world, averages.settings)
-    return Run(
-        RunParts(
-            plan=local.plan,
-            world=context.world,
-            device=context.device,
-            parameters=local.parameters,
-            buffers=named_buffers({name: context.blocks[name] for name in local.block_names}),
-            executor=worker_executor(local.executor, context.world, plan),
-            updates=local.updates,
-            feedback=local.feedback,
-            recorder=context.recorder,
-            seed=seed,
-            placements=splitting.placements,
-            tensor_report=splitting.report,
-            averaged=averages.made,
-            scaling=scaling,
-        )
-    )
-
-
-def _replica(
     context: BuildContext, splitting: Splitting, rate: RateSetter, overlap: bool
 ) -> LocalModel:
-    """Return the executor of a whole model on this rank."""
-    make_blocks_real(context, splitting, context.blocks)
-    parameters = named_parameters(context.blocks)
-    _check_trainable(parameters)
-    stored = context.updates.store(context.blocks.values(), parameters)
-    share_pieces(context, splitting, parameters, wholly=True)
-    choose_kept(context, splitting, context.blocks)
-    reducer = GradientReducer(
-        parameters,
-        splitting.reach,
-        context.recorder,
-        bucket_bytes=context.bucket_bytes,
-        overlap=overlap,
-        late=splitting.weights,
-    )
-    update = context.updates.make(stored, reducer.buckets)
-    plan, device, recorder = context.plan, context.device, context.recorder
-    tensors = {**parameters, **named_buffers(context.blocks)}
-    averaged = context.average(tensors, update.optimizers, 0)
-    replica = Replica(
-        context.blocks,
-        context.loss_fn,
-        plan,
-        device,
-        reducer,
-        recorder,
-        context.stream,
-        splitting,
-        context.call,
-        context.activations,
-    )
-    executor = ReplicaExecutor(
-        context.world,
-        replica,
-        reducer,
-        update,
-        recorder,
-        end=BatchEnd(context.policy, rate.set),
-        device=device,
-        norm_group=splitting.norm_group,
-        averaged=averaged,
-        among=context.among,
-    )
-    return LocalModel(
-        executor=executor,
-        parameters=parameters,
-        updates=[update],
-        block_names=tuple(context.blocks),
-        plan=plan,
-    )
+    """Return this rank's part of the model: a whole replica, or stages of a pipeline."""
+    plan = context.plan
+    context = dataclasses.replace(context, among=step_group(context.world, plan))
+    # One stage that flushes is plain training; one that does not has a delay of its own.
+    if plan.pipe == 1 and planned_schedule(plan, 0, context.schedules).flushes:
+        local = build_replica(context, splitting, rate, overlap)
+    else:
+        local = build_pipeline(context, splitting, rate)  # its reductions always overlap
+    rate.take(local.optimizers)
+    return local
 
 
 def _placed(
@@ -382,8 +293,3 @@ def _same_start(context: BuildContext) -> None:
     for tensor in tensors.values():
         for axis in AXES:
             context.world.group(axis).broadcast(tensor.detach()).wait()
-
-
-def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
-    if not any(p.requires_grad for p in parameters.values()):
-        raise ConfigError("the blocks have no trainable parameter; check requires_grad")

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ganglion.errors import ConfigError
 from ganglion.execute.comm import Group, World
 from ganglion.execute.device import peak_bytes
 from ganglion.execute.gradients import GradientReducer, global_norm
-from ganglion.execute.pipeline import Share
+from ganglion.execute.models import named_buffers, named_parameters
+from ganglion.execute.pipeline import (
+    BuildContext,
+    LocalModel,
+    Share,
+    Splitting,
+    choose_kept,
+    make_blocks_real,
+    share_pieces,
+)
 from ganglion.execute.train.replica import Replica
 from ganglion.execute.update import (
     AveragedWeights,
     BatchEnd,
     GradientDecision,
+    RateSetter,
     StepResult,
     Update,
 )
@@ -167,3 +178,63 @@ class ReplicaExecutor:
             stop_requested=bool(table[:, 1].any()),
             peak_bytes=int(table[:, 2].max()),
         )
+
+
+def build_replica(
+    context: BuildContext, splitting: Splitting, rate: RateSetter, overlap: bool
+) -> LocalModel:
+    """Build the whole model on this rank; all ranks do so at the same time."""
+    make_blocks_real(context, splitting, context.blocks)
+    parameters = named_parameters(context.blocks)
+    _check_trainable(parameters)
+    stored = context.updates.store(context.blocks.values(), parameters)
+    share_pieces(context, splitting, parameters, wholly=True)
+    choose_kept(context, splitting, context.blocks)
+    reducer = GradientReducer(
+        parameters,
+        splitting.reach,
+        context.recorder,
+        bucket_bytes=context.bucket_bytes,
+        overlap=overlap,
+        late=splitting.weights,
+    )
+    update = context.updates.make(stored, reducer.buckets)
+    plan, device, recorder = context.plan, context.device, context.recorder
+    tensors = {**parameters, **named_buffers(context.blocks)}
+    averaged = context.average(tensors, update.optimizers, 0)
+    replica = Replica(
+        context.blocks,
+        context.loss_fn,
+        plan,
+        device,
+        reducer,
+        recorder,
+        context.stream,
+        splitting,
+        context.call,
+        context.activations,
+    )
+    executor = ReplicaExecutor(
+        context.world,
+        replica,
+        reducer,
+        update,
+        recorder,
+        end=BatchEnd(context.policy, rate.set),
+        device=device,
+        norm_group=splitting.norm_group,
+        averaged=averaged,
+        among=context.among,
+    )
+    return LocalModel(
+        executor=executor,
+        parameters=parameters,
+        updates=[update],
+        block_names=tuple(context.blocks),
+        plan=plan,
+    )
+
+
+def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigError("the blocks have no trainable parameter; check requires_grad")

@@ -4,7 +4,8 @@ A registry never changes. `BUILT_IN` holds the schedules of this package; `regis
 larger registry, to be passed on:
 
     mine = BUILT_IN.register("zigzag", Zigzag, aliases=("zz",))
-    run = ganglion.parallelize(blocks, loss_fn, optimizer_factory, plan, schedules=mine)
+    run = ganglion.parallelize(blocks, loss_fn, optimizer_factory, plan,
+                               ganglion.RunSettings(schedules=mine))
 
 Every registry also imports "package.module:Zigzag": so a run file, a plan or a command can name the
 user's own schedule.
