@@ -18,7 +18,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/pure/test_layers.py tests/pure/test_sizes.py
+	$(BIN)/python -m pytest tests/pure/test_layers.py tests/pure/test_sizes.py tests/pure/test_architecture.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
