@@ -14,8 +14,7 @@ from ganglion import Plan
 from ganglion.cli import summary
 from ganglion.cli.summary import print_comparison
 from ganglion.decide.costs import StageTimes
-from ganglion.decide.predict.comparison import choose_window, compare, read_steps
-from ganglion.decide.predict.measured_times import measured_times
+from ganglion.decide.predict.comparison import choose_window, compare, measured_times, read_steps
 from ganglion.decide.schedules.pipeline import planned_schedule, planned_stage_map
 from ganglion.decide.simulator import simulate
 from ganglion.errors import DataError

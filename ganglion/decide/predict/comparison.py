@@ -6,6 +6,10 @@
 Both sides are traces of the same events and go through the same functions. A pipeline that is
 evaluated or saved is drained: the longest run of steps between two such pauses is compared, and as
 many are simulated, so filling and draining count on both sides.
+
+The costs of a stage are medians of its trace. A computation counts with the handing over of its
+result, which the engine does inside it; so a message is under way from the end of that. A rank that
+computes reads its mail later: only messages that a rank waited for show how long one takes.
 """
 
 from __future__ import annotations
@@ -21,11 +25,24 @@ from statistics import mean, median
 from ganglion.decide.config import TRACE
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict.measured_times import computing, measured_times
 from ganglion.decide.schedules.pipeline import StageMap, planned_schedule, planned_stage_map
 from ganglion.decide.simulator import SimulationOptions, simulate
 from ganglion.errors import DataError
-from ganglion.trace import NONE, UPDATE, Event, Interval, common, total_s
+from ganglion.trace import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    NONE,
+    REDUCE,
+    UPDATE,
+    WEIGHT,
+    Event,
+    Interval,
+    common,
+    match_messages,
+    merged,
+    total_s,
+)
 
 NUM_LEARNED = 3  # steps that the costs are taken from
 MIN_STEPS = 5
@@ -119,7 +136,7 @@ def choose_window(events: Sequence[Event], first: int) -> Window:
     last = _last_whole_step(events)
     if last - first + 1 < MIN_STEPS:
         raise DataError(
-            f"{last - first + 1} steps are too few: the first {NUM_LEARNED} tell the costs, and at "
+            f"{last - first + 1} steps are too few: the first {NUM_LEARNED} give the costs, and at "
             f"least {MIN_STEPS - NUM_LEARNED} more are needed"
         )
     pauses = {event.step for event in events if event.kind in _PAUSES and event.step != NONE}
@@ -201,3 +218,85 @@ def _predicted(
     )
     places = {place: place % stage_map.num_ranks for place in range(simulation.num_ranks)}
     return figures(simulation.events(), Window(0, ahead, num_steps - 1), places)
+
+
+# --- the costs of stages -------------------------------------------------------------------------
+
+
+_TIMED = (FORWARD, BACKWARD, WEIGHT, UPDATE)
+
+
+def measured_times(events: Sequence[Event], plan: Plan, stage_map: StageMap) -> list[StageTimes]:
+    """Return the times of every stage; raises DataError if the trace lacks one."""
+    lengths: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for event in events:
+        if event.kind in _TIMED:
+            lengths[event.kind, event.stage].append(event.duration_s)
+    medians = {key: median(found) for key, found in lengths.items()}
+    latencies, sizes = _messages(events)
+    reductions = _reductions(events, plan, stage_map) if plan.data > 1 else {}
+    times = []
+    for stage in range(stage_map.num_stages):
+        if (FORWARD, stage) not in medians or (BACKWARD, stage) not in medians:
+            raise DataError(f"the trace of its first steps lacks stage {stage}")
+        times.append(
+            StageTimes(
+                forward_s=medians[FORWARD, stage],
+                backward_s=medians[BACKWARD, stage],
+                weight_s=medians.get((WEIGHT, stage), 0.0),
+                update_s=medians.get((UPDATE, stage), 0.0),
+                reduce_s=reductions.get(stage_map.rank_of(stage), 0.0) / stage_map.num_chunks,
+                latency_s=latencies.get(stage, 0.0),
+                message_bytes=sizes.get(stage, 0),
+            )
+        )
+    return times
+
+
+def computing(events: Iterable[Event]) -> dict[int, list[Interval]]:
+    """Return by rank when it ran stages; evaluation is no part of a step."""
+    found: dict[int, list[Interval]] = defaultdict(list)
+    for event in events:
+        if event.lane == COMPUTE and event.kind in _TIMED:
+            found[event.rank].append((event.start_s, event.end_s))
+    return {rank: merged(intervals) for rank, intervals in found.items()}
+
+
+def _messages(events: Sequence[Event]) -> tuple[dict[int, float], dict[int, int]]:
+    """Return latency and bytes of the messages over each boundary, by the stage before it."""
+    busy = computing(events)
+    awaited: dict[int, list[float]] = defaultdict(list)
+    taken: dict[int, list[float]] = defaultdict(list)
+    sizes: dict[int, list[int]] = defaultdict(list)
+    for send, receive in match_messages(events):
+        hop = receive.stage - 1 if receive.kind == "receive_forward" else receive.stage
+        begin_s, end_s = send.end_s, max(send.end_s, receive.end_s)
+        sizes[hop].append(send.bytes)
+        taken[hop].append(end_s - begin_s)
+        if not common(busy.get(receive.rank, []), [(begin_s, end_s)]):
+            awaited[hop].append(end_s - begin_s)
+    # Where no rank ever waited, the quickest message is the best estimate.
+    latencies = {hop: median(awaited[hop]) if awaited[hop] else min(taken[hop]) for hop in taken}
+    return latencies, {hop: int(median(found)) for hop, found in sizes.items()}
+
+
+def _reductions(events: Iterable[Event], plan: Plan, stage_map: StageMap) -> dict[int, float]:
+    """Return by pipe coordinate how long the gradients of a step are summed over the replicas.
+
+    The first rank waits for the others; the last to come shows the time of the sum itself.
+    """
+    mesh = plan.mesh()
+    parts: dict[tuple[int, int, int], list[Interval]] = defaultdict(list)
+    for event in events:
+        if event.kind == REDUCE:
+            pipe = mesh.coordinates(event.rank).pipe
+            parts[pipe, event.step, event.rank].append((event.start_s, event.end_s))
+    quickest: dict[tuple[int, int], float] = {}
+    for (pipe, step, _), intervals in parts.items():
+        took_s = total_s(merged(intervals))
+        quickest[pipe, step] = min(took_s, quickest.get((pipe, step), took_s))
+    return {
+        pipe: median([took_s for (at, _), took_s in quickest.items() if at == pipe])
+        for pipe in range(stage_map.num_ranks)
+        if any(at == pipe for at, _ in quickest)
+    }

@@ -20,7 +20,7 @@ from ganglion.decide.shapes import ModelShape
 # The rest of a peak is known as a sum only.
 _NOT_COUNTED = ("communication", "scratch")
 _SAVED = ("activations", "recomputed")
-_FORETOLD = (*CATEGORIES, "lower_tier")
+_PREDICTED = (*CATEGORIES, "lower_tier")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
-    """What `memory.json` holds; `keeps_freed`: host memory that was freed is in the peaks too."""
+    """The content of `memory.json`; `keeps_freed`: the peaks include freed host memory."""
 
     device: str
     keeps_freed: bool
@@ -51,15 +51,15 @@ def write_memory(
     shape: ModelShape | None,
     device: str,
 ) -> None:
-    """Write what ranks held, with its prediction where there is one."""
+    """Write the memory of ranks, with its prediction where there is one."""
     ranks = [
         RankMemory(
             measured=_by_category(held, counted_categories(plan)),
             measured_peak=peak,
-            predicted=None if foretold is None else _by_category(foretold, _FORETOLD),
-            predicted_peak=None if foretold is None else foretold.total,
+            predicted=None if expected is None else _by_category(expected, _PREDICTED),
+            predicted_peak=None if expected is None else expected.total,
         )
-        for (held, peak), foretold in zip(measured, _predicted(file, plan, shape), strict=True)
+        for (held, peak), expected in zip(measured, _predicted(file, plan, shape), strict=True)
     ]
     keeps = file.memory.device_gib == 0 and plan.offload == "none" and device == "cpu"
     record = MemoryRecord(device=device, keeps_freed=keeps, ranks=ranks)
@@ -67,16 +67,16 @@ def write_memory(
 
 
 def read_memory(folder: Path) -> MemoryRecord:
-    """Return what `write_memory` wrote into a run folder."""
+    """Return the record that `write_memory` wrote into a run folder."""
     record = json.loads((folder / MEMORY_FILE).read_text(encoding="utf-8"))
     return MemoryRecord(**{**record, "ranks": [RankMemory(**rank) for rank in record["ranks"]]})
 
 
 def counted_categories(plan: Plan) -> list[str]:
-    """Return what is counted by looking at tensors.
+    """Return the categories that are counted by looking at tensors.
 
-    Autograd tells one listener what it saves: blocks that are widened, or whose activations go
-    elsewhere, listen themselves.
+    Autograd has one hook for saved tensors: blocks that are widened, or whose activations are
+    offloaded, use it themselves.
     """
     is_heard = not plan.compute_fp32 and plan.offload_activations == "none"
     unknown = (*_NOT_COUNTED, *(() if is_heard else _SAVED))
@@ -84,7 +84,7 @@ def counted_categories(plan: Plan) -> list[str]:
 
 
 def _predicted(file: RunFile, plan: Plan, shape: ModelShape | None) -> Sequence[Memory | None]:
-    """Return what each rank was to hold; servers are none of them."""
+    """Return the predicted memory of each rank, without servers."""
     mesh = plan.mesh()
     if shape is None:
         return [None] * mesh.num_ranks

@@ -1,4 +1,4 @@
-"""What each rank of a plan will hold: the costs of a model's blocks, as its schedule asks for them.
+"""The memory model: bytes of each rank of a plan, from the blocks of a model and a schedule.
 
     plan -> schedule -> stages of a rank, microbatches alive, weight versions
     shape -> blocks -> parameters, activations                                 -> bytes by category
@@ -8,7 +8,7 @@ All ranks of a pipe coordinate hold the same: x, y and z cut equal pieces, data 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -37,8 +37,6 @@ from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.buckets import NUM_SLOTS, cut_update, kept_within
 from ganglion.decide.schedules.pipeline import Holding, planned_holding, planned_schedule
 from ganglion.decide.shapes import (
-    BlockActivations,
-    BlockCost,
     Layout,
     ModelShape,
     Parameter,
@@ -51,12 +49,11 @@ from ganglion.units import MIB
 
 _FLOAT = 4  # bytes
 _PAGE_BYTES = 4096  # by which the room of a bucket is larger, to begin on a page
-_NORM_PART = 2**20  # elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """What a plan does not say: how parameters are kept, gathered and reduced."""
+    """Options that are not in a plan: how parameters are kept, gathered and reduced."""
 
     rules: StateRules = field(default_factory=StateRules)
     keep_gathered: bool = False
@@ -67,7 +64,7 @@ class MemoryOptions:
 
     @classmethod
     def of(cls, run: RunFile) -> MemoryOptions:
-        """Return what a run file says."""
+        """Return the options of a run file."""
         rules = StateRules(
             optimizer=run.optimizer.name,
             has_momentum=run.optimizer.momentum > 0,
@@ -86,7 +83,7 @@ class MemoryOptions:
 def predicted_memory(
     shape: ModelShape, plan: Plan, options: MemoryOptions, worker: int = 0
 ) -> list[Memory]:
-    """Return what a rank of each pipe coordinate holds at its worst.
+    """Return the memory of a rank of each pipe coordinate at its worst.
 
     Stages that a plan does not cut are balanced by flop; a run that measures may cut elsewhere.
     Under elastic averaging, it is that of a `worker`; none holds more than the first.
@@ -96,7 +93,7 @@ def predicted_memory(
 
 
 def server_memory(shape: ModelShape, plan: Plan, options: MemoryOptions) -> Memory:
-    """Return what one server process of a plan holds: its part of every rank's centre."""
+    """Return the memory of one server process of a plan: its part of every rank's centre."""
     ranks = predicted_memory(shape, plan, options)
     held = sum(rank.weights for rank in ranks) * plan.x * plan.y * plan.z
     part = -(-held // plan.servers)
@@ -105,7 +102,21 @@ def server_memory(shape: ModelShape, plan: Plan, options: MemoryOptions) -> Memo
 
 def planned_boundaries(shape: ModelShape, plan: Plan) -> tuple[int, ...]:
     """Return the first block of each stage but the first: the plan's own, or balanced by flop."""
-    return tuple(start for start, _ in _Model(shape, plan)._edges[1:])
+    return tuple(start for start, _ in _Model(shape, plan).edges[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStages:
+    """The blocks of one pipe coordinate, and the first block of each of its stages."""
+
+    blocks: RankBlocks
+    first_blocks: tuple[int, ...]
+
+
+def planned_stages(shape: ModelShape, plan: Plan) -> list[RankStages]:
+    """Return the stages of each pipe coordinate, with the costs and activations of their blocks."""
+    model = _Model(shape, plan)
+    return [model.rank_stages(holding) for holding in model.holdings]
 
 
 class _Model:
@@ -115,26 +126,45 @@ class _Model:
         self._shape = shape
         self._plan = plan
         self._mesh = plan.mesh()
-        costs, self._parameters, self._activations = _block_records(shape, plan)
-        self._holdings = [planned_holding(plan, rank) for rank in range(plan.pipe)]
-        num_stages = self._holdings[0].num_stages
+        layout = Layout(
+            microbatch_size=plan.microbatch_size,
+            mesh=self._mesh,
+            precision="fp32" if plan.compute_fp32 else plan.precision,
+        )
+        self._costs = blocks_of(shape, plan.microbatch_size)
+        self._parameters, self._activations = parameters_of(shape), activations_of(shape, layout)
+        self.holdings = [planned_holding(plan, rank) for rank in range(plan.pipe)]
+        num_stages = self.holdings[0].num_stages
         cuts = plan.stage_boundaries if num_stages > 1 else ()
         if not cuts:
-            cuts = balanced_boundaries([block.total_flops for block in costs], num_stages)
-        self._edges = list(pairwise([0, *cuts, len(costs)]))
+            cuts = balanced_boundaries([block.total_flops for block in self._costs], num_stages)
+        self.edges = list(pairwise([0, *cuts, len(self._costs)]))
+
+    def rank_stages(self, holding: Holding) -> RankStages:
+        flops = [block.forward_flops for block in self._costs]
+        return RankStages(
+            blocks=RankBlocks(
+                stages=[self._stage(stage, holding) for stage in holding.stages],
+                costs=[flops[slice(*self.edges[stage])] for stage in holding.stages],
+                alive=holding.alive,
+                offloaded=self._plan.offload_activations != "none",
+            ),
+            first_blocks=tuple(self.edges[stage][0] for stage in holding.stages),
+        )
 
     def rank_memory(self, rank: int, options: MemoryOptions, worker: int) -> Memory:
-        holding = self._holdings[rank]
+        holding = self.holdings[rank]
         rules = replace(
             options.rules,
             num_versions=holding.num_versions,
             formats=MIXED if self._plan.has_masters else options.rules.formats,
         )
-        parameters = list(self._held_parameters(holding))
+        parameters = [p for stage in holding.stages for p in self._parameters_of(holding, stage)]
+        sizes = gathered_blocks(parameters, self._mesh, self._plan.precision)
         gathered = gathered_memory(
             parameters,
             self._mesh,
-            keep_gathered=options.keep_gathered or self._kept(parameters, options),
+            keep_gathered=options.keep_gathered or kept_within(sizes, options.keep_bytes),
             overlap=options.overlap,
             precision=self._plan.precision,
         )
@@ -149,16 +179,10 @@ class _Model:
         )
         return state + gathered + self._working_memory(rank, parameters, options)
 
-    def _kept(self, parameters: Sequence[Parameter], options: MemoryOptions) -> list[bool]:
-        """Say which of the gathered weights the budget keeps, as the layers themselves decide."""
-        return kept_within(
-            gathered_blocks(parameters, self._mesh, self._plan.precision), options.keep_bytes
-        )
-
     def _working_memory(
         self, rank: int, parameters: Sequence[Parameter], options: MemoryOptions
     ) -> Memory:
-        holding, plan = self._holdings[rank], self._plan
+        holding, plan = self.holdings[rank], self._plan
         stages = [self._stage(stage, holding) for stage in holding.stages]
         offloaded = plan.offload_activations != "none"
         working = activation_memory(stages, holding.alive, offloaded=offloaded)
@@ -171,27 +195,20 @@ class _Model:
         samples = Memory(communication=num_batches * plan.share_size * sample_bytes(self._shape))
         return working + message_memory(stages) + samples
 
-    def _held_parameters(self, holding: Holding) -> Iterator[Parameter]:
-        """Yield the parameters of a rank."""
-        for stage in holding.stages:
-            yield from self._stage_parameters(holding, stage)
-
-    def _stage_parameters(self, holding: Holding, stage: int) -> Iterator[Parameter]:
-        """Yield those of a stage; one that two stages of a rank share belongs to the first."""
-        start, end = self._edges[stage]
-        for block in self._parameters[start:end]:
-            yield from (p for p in block if not (p.is_tied and 0 in holding.stages))
+    def _parameters_of(self, holding: Holding, stage: int) -> list[Parameter]:
+        """Return those of a stage; one that two stages of a rank share belongs to the first."""
+        blocks, has_first = self._parameters[slice(*self.edges[stage])], 0 in holding.stages
+        return [p for block in blocks for p in block if not (p.is_tied and has_first)]
 
     def _bucket_bytes(self, holding: Holding, stage: int, options: MemoryOptions) -> int:
-        """Return what the buckets of a stage's update take in flight: a room for each entry.
+        """Return the bytes of a stage's update buckets in flight: a room for each entry.
 
         Three slots take turns; wide gradients have a room of their own.
         """
-        parameters = list(self._stage_parameters(holding, stage))[::-1]
+        parameters = self._parameters_of(holding, stage)[::-1]
         sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
         entries = [state_entries(parameter, options.rules) for parameter in parameters]
-        is_muon = [options.rules.optimizer == "muon" and p.in_muon for p in parameters]
-        whole = [not muon for muon in is_muon]
+        whole = [not (options.rules.optimizer == "muon" and p.in_muon) for p in parameters]
         buckets = cut_update(sizes, whole, [0] * len(sizes), options.bucket_size)
         slots: dict[int, set[str]] = {}
         for number, bucket in enumerate(buckets):
@@ -204,7 +221,7 @@ class _Model:
         return num_rooms * (largest * _FLOAT + _PAGE_BYTES)
 
     def _stage(self, stage: int, holding: Holding) -> StageBlocks:
-        start, end = self._edges[stage]
+        start, end = self.edges[stage]
         spans = segments(self._plan, range(start, end), len(self._activations))
         return StageBlocks(
             blocks=self._activations[start:end],
@@ -215,21 +232,21 @@ class _Model:
         )
 
     def _num_waiting(self, stage: int, holding: Holding) -> int:
-        """Return how many inputs can be here that have no part in what is alive."""
+        """Return how many inputs can be here that are not counted as alive."""
         if stage == 0:
             return 0
-        before = next(one for one in self._holdings if stage - 1 in one.stages)
+        before = next(one for one in self.holdings if stage - 1 in one.stages)
         return max(1, before.most_alive(stage - 1) - holding.most_alive(stage))
 
     def _largest_bucket(self, parameters: Sequence[Parameter], bucket_mib: float) -> int:
         """Return the elements of the largest bucket: full, or one parameter larger than that."""
         sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
         if self._plan.has_masters:
-            return min(sum(sizes), _NORM_PART)  # of gradients in half, part by part
+            return sum(sizes)  # gradients in half are not in buckets
         return min(sum(sizes), max([int(bucket_mib * MIB) // _FLOAT, *sizes]))
 
     def _with_tied_gradient(self, working: Memory, holding: Holding) -> Memory:
-        """Return the same with what a weight needs that two blocks of a stage use.
+        """Return the same with room for the gradients of a weight that two blocks of a stage use.
 
         Autograd keeps its first gradient until it has the second, and sums them in a third place,
         when all activations are gone. Along z such gradients are counted elsewhere.
@@ -249,45 +266,3 @@ class _Model:
         sizes = [[p.num_gathered(self._mesh) for p in block] for block in self._parameters]
         widest = max(sum(block) + max(block) for block in sizes)
         return replace(working, scratch=working.scratch + widest * _FLOAT)
-
-
-_Records = tuple[list[BlockCost], list[tuple[Parameter, ...]], list[BlockActivations]]
-
-
-def _block_records(shape: ModelShape, plan: Plan) -> _Records:
-    """Return cost, parameters and activations of every block."""
-    layout = Layout(
-        microbatch_size=plan.microbatch_size,
-        mesh=plan.mesh(),
-        precision="fp32" if plan.compute_fp32 else plan.precision,
-    )
-    costs = blocks_of(shape, plan.microbatch_size)
-    return costs, parameters_of(shape), activations_of(shape, layout)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStages:
-    """What one pipe coordinate computes: its blocks, and the first block of each of its stages."""
-
-    blocks: RankBlocks
-    first_blocks: tuple[int, ...]
-
-
-def planned_stages(shape: ModelShape, plan: Plan) -> list[RankStages]:
-    """Return the stages of each pipe coordinate, with what their blocks keep and cost."""
-    model, costs = _Model(shape, plan), _block_records(shape, plan)[0]
-    return [
-        RankStages(
-            blocks=RankBlocks(
-                stages=[model._stage(stage, holding) for stage in holding.stages],
-                costs=[
-                    [block.forward_flops for block in costs[slice(*model._edges[stage])]]
-                    for stage in holding.stages
-                ],
-                alive=holding.alive,
-                offloaded=plan.offload_activations != "none",
-            ),
-            first_blocks=tuple(model._edges[stage][0] for stage in holding.stages),
-        )
-        for holding in model._holdings
-    ]
