@@ -25,7 +25,6 @@ from ganglion.trace.event import (
     Event,
     Recorder,
     event_to_json,
-    read_events,
 )
 from ganglion.trace.metrics import MetricsFile, StepMetrics, read_metrics
 
@@ -78,7 +77,6 @@ __all__ = [
     "event_to_json",
     "match_messages",
     "merged",
-    "read_events",
     "read_metrics",
     "read_trace",
     "render_grid",

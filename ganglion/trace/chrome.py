@@ -65,7 +65,12 @@ def chrome_trace(events: Sequence[Event]) -> str:
     timed = [(piece.start_ns, 0, _slice_record(piece)) for piece in slices]
     timed += _arrows(slices)
     timed.sort(key=lambda entry: entry[:2])  # at the same time: the slice before its arrow
-    records = _process_records(ordered) + names + [record for _, _, record in timed]
+    records = [
+        record
+        for rank, stages in stages_of(ordered).items()
+        for record in _named("process", rank, 0, rank_name(rank, stages), rank)
+    ]
+    records += names + [record for _, _, record in timed]
     lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in records)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
@@ -128,7 +133,8 @@ def _threads(ordered: Sequence[Event]) -> tuple[list[_Slice], list[Record]]:
         slices += [_Slice(e, base + at, *t) for e, at, t in zip(mine, lanes, times, strict=True)]
         first[rank] = base + max(lanes) + 1
         for at in range(max(lanes) + 1):
-            records += _thread_records(rank, base + at, lane if not at else f"{lane} {at + 1}")
+            name = lane if not at else f"{lane} {at + 1}"
+            records += _named("thread", rank, base + at, name, base + at)
     return slices, records
 
 
@@ -189,20 +195,10 @@ def _arrows(slices: Sequence[_Slice]) -> list[tuple[int, int, Record]]:
     return entries
 
 
-def _process_records(events: Sequence[Event]) -> list[Record]:
-    records = []
-    for rank, stages in stages_of(events).items():
-        records.append(_metadata("process_name", rank, 0, {"name": rank_name(rank, stages)}))
-        records.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
-    return records
-
-
-def _thread_records(rank: int, thread: int, name: str) -> list[Record]:
+def _named(what: str, rank: int, thread: int, name: str, order: int) -> list[Record]:
+    """Return the records that name a process or a thread and sort it."""
+    arguments = {f"{what}_name": {"name": name}, f"{what}_sort_index": {"sort_index": order}}
     return [
-        _metadata("thread_name", rank, thread, {"name": name}),
-        _metadata("thread_sort_index", rank, thread, {"sort_index": thread}),
+        {"ph": "M", "name": key, "pid": rank, "tid": thread, "args": value}
+        for key, value in arguments.items()
     ]
-
-
-def _metadata(name: str, rank: int, thread: int, arguments: Record) -> Record:
-    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": arguments}

@@ -166,15 +166,14 @@ def _kind_times(
     found: dict[tuple[Place, str], list[Event]] = defaultdict(list)
     for event in events:
         found[_place(event, by_stage), event.kind].append(event)
-    return {key: _times(same, num_steps) for key, same in found.items()}
-
-
-def _times(events: Sequence[Event], num_steps: int) -> KindTimes:
-    share = num_steps * len({event.rank for event in events})
-    durations = [event.duration_s for event in events]
-    return KindTimes(
-        count=len(events) / share, median_s=median(durations), total_s=sum(durations) / share
-    )
+    times = {}
+    for key, same in found.items():
+        share = num_steps * len({event.rank for event in same})
+        durations = [event.duration_s for event in same]
+        times[key] = KindTimes(
+            count=len(same) / share, median_s=median(durations), total_s=sum(durations) / share
+        )
+    return times
 
 
 def _place(event: Event, by_stage: bool) -> Place:

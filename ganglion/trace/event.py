@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from json.encoder import encode_basestring_ascii as _quoted
-from pathlib import Path
 from typing import NamedTuple, TextIO
 
 COMPUTE = "compute"
@@ -165,12 +164,6 @@ def event_to_json(event: Event) -> str:
         if value != absent:
             found.append(f'"{name}": {_quoted(value) if isinstance(value, str) else value}')
     return ", ".join(found) + "}"
-
-
-def read_events(path: Path) -> list[Event]:
-    """Return the events of one file, in the order written."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [Event(**json.loads(line)) for line in lines if line]
 
 
 def is_json(line: str) -> bool:

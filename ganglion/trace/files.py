@@ -44,8 +44,14 @@ def write_trace(events: Sequence[Event], path: Path, title: str = "") -> None:
     try:
         if path.suffix == ".png":
             write_png(events, path, title)
+            return
+        if path.suffix == ".json":
+            text = chrome_trace(events)
+        elif path.suffix == ".svg":
+            text = svg_picture(events, title)
         else:
-            path.write_text(_as_text(events, path.suffix, title), encoding="utf-8")
+            text = "".join(event_to_json(event) + "\n" for event in events)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place") from None
 
@@ -57,14 +63,6 @@ def check_suffix(path: Path) -> None:
             f"cannot write a trace as {path.name!r}: end it in .jsonl (events), .json (Chrome and "
             "Perfetto), .svg or .png (pictures)"
         )
-
-
-def _as_text(events: Sequence[Event], suffix: str, title: str) -> str:
-    if suffix == ".json":
-        return chrome_trace(events)
-    if suffix == ".svg":
-        return svg_picture(events, title)
-    return "".join(event_to_json(event) + "\n" for event in events)
 
 
 def _event_files(path: Path) -> list[Path]:

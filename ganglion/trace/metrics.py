@@ -55,11 +55,10 @@ class StepMetrics:
     def to_json(self) -> str:
         """Return one line of JSON; non-finite numbers, which JSON lacks, become null."""
         known = {key: value for key, value in asdict(self).items() if value is not None}
-        return json.dumps({key: _finite(value) for key, value in known.items()})
-
-
-def _finite(value: float | list[int]) -> float | list[int] | None:
-    return value if isinstance(value, list) or math.isfinite(value) else None
+        for key, value in known.items():
+            if not isinstance(value, list) and not math.isfinite(value):
+                known[key] = None
+        return json.dumps(known)
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:

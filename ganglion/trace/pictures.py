@@ -142,7 +142,9 @@ def svg_picture(events: Sequence[Event], title: str = "") -> str:
         edge = f' stroke="{PAPER}" stroke-width=".7"' if outlined else ""
         lines += [f'<g fill="{fill}"{edge}>', *map(_rectangle, boxes), "</g>"]
     for words in picture.words:
-        lines.append(_text(words))
+        look = f'font-size="{words.size:g}" text-anchor="{words.anchor}" fill="{words.fill}"'
+        spot = f'x="{_px(words.x)}" y="{_px(words.y)}"'
+        lines.append(f"<text {spot} {look}>{_safe(words.text)}</text>")
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -165,7 +167,8 @@ def draw(events: Sequence[Event], title: str = "") -> Picture:
     """Return the picture of a trace; raise DataError if there are no events."""
     start_s, end_s = time_span(events)
     stages = stages_of(events)
-    names = {rank: _short(rank_name(rank, mine)) for rank, mine in stages.items()}
+    names = {rank: rank_name(rank, mine) for rank, mine in stages.items()}
+    names = {rank: n if len(n) <= 26 else n[:23] + "..." for rank, n in names.items()}
     left = EDGE_PX + max(map(len, names.values())) * FONT_PX * LETTER_WIDTH + 4
     span_s = (end_s - start_s) or 1.0
     scale = _Scale(zero_s=start_s, span_s=span_s, left=left, plot=_plot_width(events, span_s))
@@ -326,10 +329,6 @@ def _number(event: Event, box: Box) -> list[Words]:
     return [Words(box.x + box.width / 2, middle, text, NUMBER_PX, "middle", ink)]
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 26 else name[:23] + "..."
-
-
 def _rectangle(box: Box) -> str:
     place = f'x="{_px(box.x)}" y="{_px(box.y)}"'
     size = f'width="{_px(box.width)}" height="{_px(box.height)}"'
@@ -337,11 +336,6 @@ def _rectangle(box: Box) -> str:
     if not box.tip:
         return f"<rect {place} {size}{faded}/>"
     return f"<rect {place} {size}{faded}><title>{_safe(box.tip)}</title></rect>"
-
-
-def _text(words: Words) -> str:
-    look = f'font-size="{words.size:g}" text-anchor="{words.anchor}" fill="{words.fill}"'
-    return f'<text x="{_px(words.x)}" y="{_px(words.y)}" {look}>{_safe(words.text)}</text>'
 
 
 def _px(value: float) -> str:

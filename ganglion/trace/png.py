@@ -21,7 +21,9 @@ _ALIGNED = {"start": "left", "middle": "center", "end": "right"}
 def write_png(events: Sequence[Event], path: Path, title: str = "") -> None:
     """Write the picture at twice its size in dots; raise ConfigError without matplotlib."""
     picture = draw(events, title)
-    figure = _figure(picture)
+    # A Figure, not pyplot: that needs no window system and keeps no state.
+    size = (picture.width / PX_PER_INCH, picture.height / PX_PER_INCH)
+    figure = _module("matplotlib.figure").Figure(figsize=size, facecolor=PAPER)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, picture.width)
     axes.set_ylim(picture.height, 0)  # pixels count downwards
@@ -32,12 +34,6 @@ def write_png(events: Sequence[Event], path: Path, title: str = "") -> None:
     scale = min(2.0, MAX_DOTS / max(picture.width, picture.height))
     # Software and date would make two files of one trace differ.
     figure.savefig(path, format="png", dpi=PX_PER_INCH * scale, metadata={"Software": None})
-
-
-def _figure(picture: Picture) -> Any:
-    # A Figure, not pyplot: that needs no window system and keeps no state.
-    size = (picture.width / PX_PER_INCH, picture.height / PX_PER_INCH)
-    return _module("matplotlib.figure").Figure(figsize=size, facecolor=PAPER)
 
 
 def _module(name: str) -> Any:

@@ -20,7 +20,6 @@ from ganglion.decide.simulator.averaging.costs import (
     AveragingCosts,
     MessagePrice,
     jittered,
-    ordered_s,
     ring_s,
     tree_s,
     two_level_s,
@@ -81,7 +80,6 @@ def run(
 def test_reductions_have_their_closed_forms(ranks: int, rounds: int) -> None:
     assert tree_s(ranks, LINK, 150) == pytest.approx(2 * rounds * M)
     assert tree_s(ranks, LINK, 150, 3) == pytest.approx(2 * rounds * K)
-    assert ordered_s(ranks, LINK, 150) == pytest.approx(2 * ranks * M)
     ring = 2 * (ranks - 1) * 0.01 + 2 * (ranks - 1) / ranks * 150e-4
     assert ring_s(ranks, LINK, 150) == pytest.approx(ring)
 

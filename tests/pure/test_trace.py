@@ -15,8 +15,8 @@ from ganglion.trace import (
     MetricsFile,
     Recorder,
     StepMetrics,
-    read_events,
     read_metrics,
+    read_trace,
 )
 
 
@@ -51,7 +51,7 @@ def test_events_survive_the_file(tmp_path: Path) -> None:
     with (tmp_path / "trace.jsonl").open("w") as file:
         recorder.drain_to(file)
     assert len(recorder) == 0
-    assert read_events(tmp_path / "trace.jsonl") == expected
+    assert read_trace(tmp_path / "trace.jsonl") == expected
 
 
 def test_a_span_that_raises_is_recorded() -> None:

@@ -18,7 +18,7 @@ from ganglion.errors import GanglionError
 from ganglion.execute.comm import open_world
 from ganglion.execute.measure.peak import machine_peak
 from ganglion.execute.train import Job, build_job, file_observers, train
-from ganglion.trace import StepMetrics, read_events, read_metrics
+from ganglion.trace import StepMetrics, read_metrics, read_trace
 
 SMALL = {
     "model.layers": "2",
@@ -150,7 +150,7 @@ def test_files_of_a_run(folder: Path) -> None:
     for observer in observers:
         observer.close()
     assert [r.step for r in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
-    events = read_events(folder / "trace" / "rank0.jsonl")
+    events = read_trace(folder / "trace" / "rank0.jsonl")
     assert {e.step for e in events if e.kind == "forward"} == {0, 1, 2, 3}
     assert all(e.end_s >= e.start_s for e in events)
     curves = read_scalars(folder / "tensorboard")

@@ -151,18 +151,19 @@ class _Driver:
             else:
                 self._finish(sim_rank, event)  # type: ignore[arg-type]
             start_all(sim_rank, now_s)
-        self._check_done()
-        return self._rows, self._messages
-
-    def _check_done(self) -> None:
         stuck = [sim_rank for sim_rank, schedule in enumerate(self._schedules) if not schedule.done]
         if stuck:
             raise ProtocolError(f"stages {stuck} wait for messages that will never be sent")
+        return self._rows, self._messages
 
     def _start_all(self, sim_rank: int, now_s: float) -> None:
-        schedule = self._schedules[sim_rank]
-        if self._inbox[sim_rank]:
-            self._read_inbox(sim_rank, schedule)
+        schedule, inbox = self._schedules[sim_rank], self._inbox[sim_rank]
+        if inbox:  # messages that arrived while the rank computed
+            if len(inbox) > 1:
+                inbox.sort(key=_arrival)
+            for _, _, message in inbox:
+                schedule.on_arrival(message)
+            inbox.clear()
         while (action := schedule.next()) is not None:
             if action.kind == REDUCE:
                 self._wires.reduce(now_s, sim_rank, action)
@@ -176,15 +177,6 @@ class _Driver:
             else:
                 end_s = self._end_s(sim_rank, action, now_s)
             self._push(end_s, sim_rank, (action, now_s, end_s, version, sim_rank))
-
-    def _read_inbox(self, sim_rank: int, schedule: RankSchedule) -> None:
-        """Deliver the messages that arrived while the rank computed."""
-        inbox = self._inbox[sim_rank]
-        if len(inbox) > 1:
-            inbox.sort(key=_arrival)
-        for _, _, message in inbox:
-            schedule.on_arrival(message)
-        inbox.clear()
 
     def _finish(self, sim_rank: int, row: StepRow) -> None:
         self._rows.append(row)

@@ -91,7 +91,9 @@ class Mesh:
     def group_of(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` only along `axes`, in rank order."""
         free = frozenset(axes)
-        self._check_axes(free)
+        unknown = sorted(free - set(AXES))
+        if unknown:
+            raise LayoutError(f"unknown axis {unknown[0]!r}; the axes are {list(AXES)}")
         here = self.coordinates(rank)
         ranges = [range(self.size(axis)) if axis in free else (here.along(axis),) for axis in AXES]
         members = (Coordinates(**dict(zip(AXES, spot, strict=True))) for spot in product(*ranges))
@@ -111,9 +113,3 @@ class Mesh:
     def sizes(self) -> Mapping[str, int]:
         """Return the axes with their sizes, in the order of `AXES`."""
         return {axis: self.size(axis) for axis in AXES}
-
-    @staticmethod
-    def _check_axes(axes: frozenset[str]) -> None:
-        unknown = axes - set(AXES)
-        if unknown:
-            raise LayoutError(f"unknown axis {sorted(unknown)[0]!r}; the axes are {list(AXES)}")

@@ -268,19 +268,3 @@ class ServedCenter:
         if self._script is not None:
             return self._script.popleft().is_served
         return request.kind != PUSH or 0 <= staleness <= self.limit
-
-
-def parse_order(text: str) -> list[OrderEntry]:
-    """Return the entries of a recorded order, one per line."""
-    entries = []
-    for number, line in enumerate(text.splitlines(), 1):
-        kind, _, rest = line.strip().partition(" ")
-        worker, _, verdict = rest.partition(" ")
-        is_known = kind in (*KINDS, *_PASSING) and worker.isdecimal() and verdict in ("", "refused")
-        if not is_known:
-            raise ConfigError(
-                f"line {number} of the recorded order is {line!r}: it should be like 'push 3' or "
-                f"'push 3 refused'"
-            )
-        entries.append(OrderEntry(kind, int(worker), verdict == ""))
-    return entries

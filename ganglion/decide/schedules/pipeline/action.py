@@ -1,47 +1,30 @@
 """Actions that a rank does, and messages that it receives, as frozen data.
 
-An action prints and parses back: `2F0` is stage 2, forward, microbatch 0.
+The text of an action is its stage, kind and index: `2F0` is stage 2, forward, microbatch 0.
 
-    F forward   B backward   W weight gradients   R reduce   U update        compute, comm or host
-    SF SB send an activation or a gradient        RF RB receive one          comm
+    F forward   B backward   W weight gradients      on the compute lane
+    R reduce                                         on the comm lane
+    U update                                         on the host lane
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
-
-from ganglion.errors import ConfigError
 
 FORWARD = "F"
 BACKWARD = "B"
 WEIGHT = "W"
 REDUCE = "R"
 UPDATE = "U"
-SEND_FORWARD = "SF"
-SEND_BACKWARD = "SB"
-RECEIVE_FORWARD = "RF"
-RECEIVE_BACKWARD = "RB"
 
 COMPUTE = "compute"
 COMM = "comm"
 HOST = "host"
 LANES = (COMPUTE, COMM, HOST)
 
-_LANE = {
-    FORWARD: COMPUTE,
-    BACKWARD: COMPUTE,
-    WEIGHT: COMPUTE,
-    REDUCE: COMM,
-    UPDATE: HOST,
-    SEND_FORWARD: COMM,
-    SEND_BACKWARD: COMM,
-    RECEIVE_FORWARD: COMM,
-    RECEIVE_BACKWARD: COMM,
-}
-_TEXT = re.compile(r"(\d+)(SF|SB|RF|RB|F|B|W|R|U)(\d+)")
+_LANE = {FORWARD: COMPUTE, BACKWARD: COMPUTE, WEIGHT: COMPUTE, REDUCE: COMM, UPDATE: HOST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +50,6 @@ class Action:
 def action(kind: str, stage: int, index: int) -> Action:
     """Return an action, cached: equal actions are mostly the same object."""
     return Action(kind, stage, index)
-
-
-def parse_action(text: str) -> Action:
-    """Return the action of a text such as "2F0"; raise ConfigError if it is none."""
-    match = _TEXT.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"{text!r} is not an action; write stage, kind and number, such as 2F0")
-    return action(match[2], int(match[1]), int(match[3]))
 
 
 class Message(NamedTuple):

@@ -143,8 +143,8 @@ def _end_kind(case: Case) -> str:
 
 
 def _check_bounds(case: Case, run: Run) -> None:
-    lives = peak_live(case.stage_map, run.values())
-    for rank, (live, bound) in enumerate(zip(lives, case.live_bounds, strict=True)):
+    peaks = peak_live(case.stage_map, run.values())
+    for rank, (live, bound) in enumerate(zip(peaks, case.live_bounds, strict=True)):
         _require(bound is None or live <= bound, f"rank {rank}: {live} live > {bound}")
     for stage, kept in versions_kept(run.values()).items():
         limit = case.version_bounds[case.stage_map.rank_of(stage)]
@@ -263,9 +263,10 @@ def _run(schedules: Sequence[RankSchedule], most: int) -> list[Step]:
             steps.append(Step(action, beat, beat + 1, version))
             schedules[rank].on_finish(action)
         for _, action, version in started:
-            message = _message(action, version)
-            if message is not None and 0 <= message.stage < stage_map.num_stages:
-                schedules[stage_map.rank_of(message.stage)].on_arrival(message)
+            stage = action.stage + {FORWARD: 1, BACKWARD: -1}.get(action.kind, 0)
+            if stage != action.stage and 0 <= stage < stage_map.num_stages:
+                message = Message(action.kind, stage, action.index, version)
+                schedules[stage_map.rank_of(stage)].on_arrival(message)
         beat, started = beat + 1, _start(schedules)
     return steps
 
@@ -281,11 +282,3 @@ def _start(schedules: Sequence[RankSchedule]) -> list[tuple[int, Action, int]]:
             version = schedule.version_of(action.index) if action.lane == COMPUTE else 0
             started.append((rank, action, version))
     return started
-
-
-def _message(action: Action, version: int) -> Message | None:
-    if action.kind == FORWARD:
-        return Message(FORWARD, action.stage + 1, action.index, version)
-    if action.kind == BACKWARD:
-        return Message(BACKWARD, action.stage - 1, action.index, version)
-    return None

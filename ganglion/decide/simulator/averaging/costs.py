@@ -2,7 +2,6 @@
 
 With n ranks, a message of m bytes in k parts takes M = k L + m B (L a message, B a byte):
 
-    one after the other     2 n M                               as Original EASGD does
     binomial tree           2 ceil(log2 n) M                    a broadcast and a reduction
     ring                    2 (n-1) k L + 2 (n-1)/n m B         reduce-scatter and all-gather
     two levels              rings inside groups of g, then n/g groups with m/g bytes each
@@ -103,11 +102,6 @@ class AveragingCosts:
         if self.reduction == RING:
             return ring_s(num_ranks, link, size, parts)
         return two_level_s(num_ranks, self.group_size, link, size, parts)
-
-
-def ordered_s(num_ranks: int, link: MessagePrice, num_bytes: float, num_parts: int = 1) -> float:
-    """Return the seconds of a centre that exchanges with one worker after the other."""
-    return 2 * num_ranks * link.of(num_bytes, num_parts)
 
 
 def tree_s(num_ranks: int, link: MessagePrice, num_bytes: float, num_parts: int = 1) -> float:

@@ -93,15 +93,12 @@ class RoundRobin:
         )
         step_s = end_s + (costs.update_s if self._overlaps else 0.0)
         self._free_s[worker] = step_s
-        self._write_down(end_s, step_s, worker, step)
-        return end_s
-
-    def _write_down(self, end_s: float, step_s: float, worker: int, step: int) -> None:
         self._center.ask(EXCHANGE, worker, self._seen[worker])
         event = self._center.serve(end_s, EXCHANGE, step)
         assert event.worker == worker, "round robin goes by number"
         self._seen[worker] = event.version
         self._books.events += [event, AveragingEvent(step_s, STEP, worker, step, event.version)]
+        return end_s
 
 
 class Served:
