@@ -1,6 +1,6 @@
-"""Calls of collectives whose sums Ganglion takes itself: their checks, records and failure.
+"""The records of collectives whose sums Ganglion takes itself.
 
-Members of a shared-memory group exchange records on a Unix stream socket; MPI sends calls alone.
+Members of a shared-memory group send them through a Unix stream socket; MPI sends calls alone.
 
     call     the collective and its tensor, compared by all members; small data follow it
     signal   "my part of this slab is in shared memory": one byte
@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.execute.comm.collectives import MAX, SUM
 
 KINDS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "share")
-_OPS = ("", SUM, MAX)
+OPS = ("", SUM, MAX)
 # The wire carries positions: append new dtypes at the end.
 DTYPES: tuple[torch.dtype, ...] = (
     torch.uint8,
@@ -42,7 +40,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.bool,
 )
 _KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
-_OP_CODES = {op: code for code, op in enumerate(_OPS)}
+_OP_CODES = {op: code for code, op in enumerate(OPS)}
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 SIGNAL, GOODBYE = b"S", b"B"
@@ -113,9 +111,9 @@ class PeerCall(NamedTuple):
     def call(self) -> Call:
         """Return the parsed call; raise ProtocolError for unknown codes."""
         _, number, _, kind, op, dtype, *rest = _CALL_LAYOUT.unpack(self.record)
-        if kind >= len(KINDS) or op >= len(_OPS) or dtype >= len(DTYPES):
+        if kind >= len(KINDS) or op >= len(OPS) or dtype >= len(DTYPES):
             raise ProtocolError(f"a call with unknown codes {(kind, op, dtype)} arrived")
-        return Call(number, KINDS[kind], _OPS[op], DTYPES[dtype], *rest)
+        return Call(number, KINDS[kind], OPS[op], DTYPES[dtype], *rest)
 
 
 def check_agreement(ranks: tuple[int, ...], mine: Call, others: Mapping[int, PeerCall]) -> None:
@@ -132,77 +130,6 @@ def check_agreement(ranks: tuple[int, ...], mine: Call, others: Mapping[int, Pee
         f"ranks called different collectives, or with different sizes: {called}; every member of "
         f"a group must call the same collectives in the same order"
     )
-
-
-def flattened(tensor: Tensor, carrier: str) -> Tensor:
-    """Return a flat view of a tensor; raise ProtocolError if `carrier` cannot carry it."""
-    if not (tensor.is_cpu and tensor.dtype in _DTYPE_CODES and tensor.is_contiguous()):
-        raise ProtocolError(
-            f"{carrier} cannot carry a tensor of {tensor.dtype}, {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}, on {tensor.device}: give it a contiguous one on the CPU with a "
-            f"common dtype"
-        )
-    flat = tensor.detach()
-    return flat if flat.dim() == 1 else flat.view(-1)
-
-
-def check_options(
-    kind: str, ranks: tuple[int, ...], op: str, root: int, dtype: torch.dtype
-) -> None:
-    """Raise ProtocolError unless `ranks` can run a collective of `kind` with these options."""
-    if op not in _OPS or not 0 <= root < len(ranks) or (op and dtype == torch.bool):
-        raise ProtocolError(
-            f"{kind} of ranks {list(ranks)} cannot have op {op!r}, root {root} and {dtype}: ops "
-            f"are {SUM!r} and {MAX!r}, not of bool, and roots are positions 0 to {len(ranks) - 1}"
-        )
-
-
-def check_sizes(kind: str, ranks: tuple[int, ...], whole: Tensor, part: Tensor) -> None:
-    """Raise ProtocolError unless `whole` has one part for each of `ranks`."""
-    if whole.numel() != part.numel() * len(ranks) or whole.dtype != part.dtype:
-        raise ProtocolError(
-            f"{kind} of ranks {list(ranks)} cannot join {part.numel()} {part.dtype} and "
-            f"{whole.numel()} {whole.dtype}: the whole must be {len(ranks)} times the part, of "
-            f"one dtype"
-        )
-
-
-class GroupFailure:
-    """The first failure of a group on any path, which every later call raises."""
-
-    def __init__(self) -> None:
-        self._callbacks: list[Callable[[CommError], None]] = []
-        self._lock = threading.Lock()
-        self._error: CommError | None = None
-
-    def on_failure(self, callback: Callable[[CommError], None]) -> None:
-        """Call `callback` at the first failure, to notify the other members."""
-        self._callbacks.append(callback)
-
-    def fail(self, error: CommError) -> CommError:
-        """Record `error` and notify the others, unless there was one before; return the first."""
-        if self.record(error):
-            for callback in self._callbacks:
-                callback(error)
-        return self.error() or error
-
-    def record(self, error: CommError) -> bool:
-        """Record `error` without notifying the others; return False if there was one before."""
-        with self._lock:
-            first = self._error is None
-            self._error = self._error or error
-            return first
-
-    def error(self) -> CommError | None:
-        """Return a fresh copy of the recorded error, if any."""
-        error = self._error
-        return None if error is None else type(error)(str(error))
-
-    def check(self) -> None:
-        """Raise the recorded error, if any."""
-        error = self.error()
-        if error is not None:
-            raise error
 
 
 class Hello(NamedTuple):

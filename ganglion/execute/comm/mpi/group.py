@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,31 +25,20 @@ from mpi4py import MPI
 from torch import Tensor
 
 from ganglion.errors import CommError, PeerLost, ProtocolError
-from ganglion.execute.comm.calls import (
-    Call,
-    GroupFailure,
-    PeerCall,
-    check_agreement,
-    check_options,
-    check_sizes,
-    flattened,
-)
-from ganglion.execute.comm.collectives import SUM, BaseGroup
+from ganglion.execute.comm.calls import Call, PeerCall, check_agreement
+from ganglion.execute.comm.checked_group import CheckedGroup
 from ganglion.execute.comm.mpi.blocks import Blocks
 from ganglion.execute.comm.mpi.progress import Activity, Progress
-from ganglion.execute.comm.reduce_order import combine, combine_aliased, combine_by_tree
+from ganglion.execute.comm.reduce_order import combine, combine_by_tree
 from ganglion.execute.comm.transport import name_ranks
 
 EAGER_BYTES = 1 << 14
 _HEAD_BYTES = 64  # a call, padded so that data behind it are aligned
 _TAG = 1
 _CLOSE_S = 2.0
-_CARRIER = "MPI"
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Requests = Sequence[MPI.Request]
-Finish = Callable[[list[Tensor]], None]
-Exchange = Callable[[], Iterator[Requests]]
 
 
 def as_bytes(flat: Tensor) -> Bytes:
@@ -134,11 +123,10 @@ class MpiHandle:
             raise type(self.error)(str(self.error)) from self.error
 
 
-class MpiGroup(BaseGroup):
+class MpiGroup(CheckedGroup):
     """Collectives between the processes of one communicator, which the group owns.
 
-    Calls of one group must not come from two threads at once; waits may come in any order. A
-    member that waits longer than the deadline, and members that disagree, fail the group.
+    A member that waits longer than the deadline fails the group, too.
     """
 
     def __init__(
@@ -150,11 +138,10 @@ class MpiGroup(BaseGroup):
         timeout_s: float,
     ) -> None:
         """Join the members `ranks` as `rank`; positions in `comm` are positions in `ranks`."""
-        super().__init__(ranks, rank)
+        super().__init__(ranks, rank, "MPI")
         self._comm = comm
         self._progress = progress
         self._timeout_s = timeout_s
-        self._failure = GroupFailure()
         self._blocks = Blocks()
         self._num_calls = 0
         self._jobs: deque[MpiHandle] = deque()
@@ -163,96 +150,6 @@ class MpiGroup(BaseGroup):
         self._slots = {i: bytearray(_HEAD_BYTES + EAGER_BYTES) for i in self._others}
         self._statuses = [MPI.Status() for _ in self._others]
         progress.add(self)
-
-    def all_reduce(self, tensor: Tensor, op: str = SUM) -> MpiHandle:
-        """Combine `tensor` over all members, in place."""
-        flat = flattened(tensor, _CARRIER)
-
-        def finish(parts: list[Tensor]) -> None:
-            combine_aliased(parts, self.index, op)
-
-        def exchange() -> Iterator[Requests]:
-            slices = Slices(flat, self.size, self._blocks)
-            parts, sent = slices.scatter(self._comm, self.index)
-            yield [sent]
-            combine(parts, slices.of(self.index), op)
-            yield [slices.gather_all(self._comm)]
-
-        return self._start(self._call("all_reduce", flat, op), flat, finish, exchange)
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> MpiHandle:
-        """Concatenate every member's `tensor` along dim 0 into `output`."""
-        flat, target = flattened(tensor, _CARRIER), flattened(output, _CARRIER)
-        check_sizes("all_gather", self.ranks, target, flat)
-
-        def finish(parts: list[Tensor]) -> None:
-            for place, part in zip(target.view(self.size, -1), parts, strict=True):
-                place.copy_(part)
-
-        def exchange() -> Iterator[Requests]:
-            slices = Slices(target, self.size, self._blocks)
-            mine = slices.of(self.index)
-            if mine.data_ptr() != flat.data_ptr():
-                mine.copy_(flat)
-            yield [slices.gather_all(self._comm)]
-
-        return self._start(self._call("all_gather", flat), flat, finish, exchange)
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> MpiHandle:
-        """Combine `tensor` over all members and keep this member's equal part of dim 0."""
-        flat, target = flattened(tensor, _CARRIER), flattened(output, _CARRIER)
-        check_sizes("reduce_scatter", self.ranks, flat, target)
-
-        def finish(parts: list[Tensor]) -> None:
-            parts[self.index] = parts[self.index].clone()  # `output` may lie in `tensor`
-            combine(parts, target, op)
-
-        def exchange() -> Iterator[Requests]:
-            parts, sent = Slices(flat, self.size, self._blocks).scatter(self._comm, self.index)
-            yield [sent]
-            combine(parts, target, op)
-
-        return self._start(self._call("reduce_scatter", flat, op), flat, finish, exchange)
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> MpiHandle:
-        """Copy the tensor of the member at position `root` to all others, in place."""
-        flat = flattened(tensor, _CARRIER)
-
-        def finish(parts: list[Tensor]) -> None:
-            if self.index != root:
-                flat.copy_(parts[root])
-
-        def exchange() -> Iterator[Requests]:
-            yield [self._comm.Ibcast([as_bytes(flat), MPI.BYTE], root)]
-
-        return self._start(self._call("broadcast", flat, root=root), flat, finish, exchange)
-
-    def reduce(self, tensor: Tensor, root: int = 0, op: str = SUM) -> MpiHandle:
-        """Combine `tensor` over all members into that of the member at position `root`.
-
-        The order is that of a binomial tree; the tensors of the others keep their values.
-        """
-        flat = flattened(tensor, _CARRIER)
-
-        def finish(parts: list[Tensor]) -> None:
-            if self.index == root:
-                combine_by_tree(parts, root, flat, op)
-
-        def exchange() -> Iterator[Requests]:
-            slices = Slices(flat, self.size, self._blocks)
-            parts, sent = slices.scatter(self._comm, self.index)
-            yield [sent]
-            mine = torch.empty_like(slices.of(self.index))
-            combine_by_tree(parts, root, mine, op)
-            yield [slices.gather(self._comm, mine, self.index, root)]
-
-        return self._start(self._call("reduce", flat, op, root), flat, finish, exchange)
-
-    def barrier(self) -> None:
-        """Return when every member has arrived."""
-        nothing = torch.empty(0, dtype=torch.uint8)
-        call = self._call("barrier", nothing)
-        self._start(call, nothing, lambda _: None, lambda: iter(())).wait()
 
     def close(self) -> None:
         """Free the communicator; unfinished collectives fail."""
@@ -307,64 +204,70 @@ class MpiGroup(BaseGroup):
             job.finished_s = time.perf_counter()
         return True
 
-    def _carry(
-        self, job: MpiHandle, flat: Tensor, finish: Finish, exchange: Exchange
-    ) -> Iterator[Requests]:
-        """Yield the requests of one collective, step by step."""
-        yield [self._comm.Irecv([self._slots[i], MPI.BYTE], i, _TAG) for i in self._others]
-        self._check_calls(job.call)
-        if job.call.num_bytes > EAGER_BYTES:
-            job.activity = Activity.MOVING
-            yield from exchange()
-        elif job.call.num_bytes:
-            finish(self._parts(job.call, flat))
+    def _next_number(self) -> int:
+        return self._num_calls + 1
 
-    def _start(self, call: Call, flat: Tensor, finish: Finish, exchange: Exchange) -> MpiHandle:
+    def _start(self, call: Call, source: Tensor, target: Tensor) -> MpiHandle:
+        self._num_calls += 1
         job = MpiHandle(self, call)
-        job.work = self._carry(job, flat, finish, exchange)
+        job.work = self._steps(job, source, target)
         head = call.pack().ljust(_HEAD_BYTES, b"\0")
+        small = 0 < call.num_bytes <= EAGER_BYTES
+        data = as_bytes(source).data if small else memoryview(b"")
         for peer in self._others:
-            data = head + bytes(self._payload(call, flat, peer))
-            request = self._comm.Isend([data, MPI.BYTE], peer, _TAG)
-            self._sends.append(request)
+            record = head + bytes(self._piece(call, data, peer))
+            self._sends.append(self._comm.Isend([record, MPI.BYTE], peer, _TAG))
         self._jobs.append(job)
         self._progress.notify()
         return job
 
-    def _payload(self, call: Call, flat: Tensor, peer: int) -> memoryview | bytes:
-        """Return the data for `peer` that follow the call."""
-        wanted = {"broadcast": self.index == call.root, "reduce": peer == call.root}
-        if not 0 < call.num_bytes <= EAGER_BYTES or not wanted.get(call.kind, True):
-            return b""
-        data = as_bytes(flat).data
-        if call.kind != "reduce_scatter":
-            return data
-        step = len(data) // self.size
-        return data[peer * step : (peer + 1) * step]
+    def _steps(self, job: MpiHandle, source: Tensor, target: Tensor) -> Iterator[Requests]:
+        """Yield the requests of one collective, step by step."""
+        call = job.call
+        yield [self._comm.Irecv([self._slots[i], MPI.BYTE], i, _TAG) for i in self._others]
+        self._check_calls(call)
+        if call.num_bytes > EAGER_BYTES:
+            job.activity = Activity.MOVING
+            yield from self._exchange(call, source, target)
+        elif call.num_bytes:
+            parts = [self._own_part(call, source)] * self.size
+            for i, status in zip(self._others, self._statuses, strict=True):
+                count = (status.Get_count(MPI.BYTE) - _HEAD_BYTES) // call.dtype.itemsize
+                if count:
+                    data = memoryview(self._slots[i])[_HEAD_BYTES:]
+                    parts[i] = torch.frombuffer(data, dtype=call.dtype, count=count)
+            self._combine(call, parts, target)
 
-    def _parts(self, call: Call, flat: Tensor) -> list[Tensor]:
-        """Return the data of all calls, in order of rank, including this member's."""
-        mine = flat.view(self.size, -1)[self.index] if call.kind == "reduce_scatter" else flat
-        parts = [mine] * self.size
-        for i, status in zip(self._others, self._statuses, strict=True):
-            count = (status.Get_count(MPI.BYTE) - _HEAD_BYTES) // call.dtype.itemsize
-            if count:
-                slot = self._slots[i]
-                parts[i] = torch.frombuffer(slot, dtype=call.dtype, count=count, offset=_HEAD_BYTES)
-        return parts
+    def _exchange(self, call: Call, source: Tensor, target: Tensor) -> Iterator[Requests]:
+        """Yield the requests of a large collective, after all members have agreed."""
+        if call.kind == "broadcast":
+            yield [self._comm.Ibcast([as_bytes(target), MPI.BYTE], call.root)]
+            return
+        whole = target if call.kind == "all_gather" else source
+        slices = Slices(whole, self.size, self._blocks)
+        mine = slices.of(self.index)
+        if call.kind == "all_gather":
+            if mine.data_ptr() != source.data_ptr():
+                mine.copy_(source)
+            yield [slices.gather_all(self._comm)]
+            return
+        parts, sent = slices.scatter(self._comm, self.index)
+        yield [sent]
+        if call.kind == "reduce_scatter":
+            combine(parts, target, call.op)
+        elif call.kind == "all_reduce":
+            combine(parts, mine, call.op)
+            yield [slices.gather_all(self._comm)]
+        else:
+            total = torch.empty_like(mine)
+            combine_by_tree(parts, call.root, total, call.op)
+            yield [slices.gather(self._comm, total, self.index, call.root)]
 
     def _check_calls(self, call: Call) -> None:
         size = len(call.pack())
         records = {i: bytes(self._slots[i][:size]) for i in self._others}
         others = {i: PeerCall(call.number, record, b"") for i, record in records.items()}
         check_agreement(self.ranks, call, others)
-
-    def _call(self, kind: str, flat: Tensor, op: str = "", root: int = 0) -> Call:
-        """Check the options and return the call with the next number."""
-        self._failure.check()
-        check_options(kind, self.ranks, op, root, flat.dtype)
-        self._num_calls += 1
-        return Call(self._num_calls, kind, op, flat.dtype, root, flat.numel())
 
     def _fail(self, error: CommError) -> None:
         failure = self._failure.fail(error)

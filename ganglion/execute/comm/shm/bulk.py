@@ -18,12 +18,12 @@ from torch import Tensor
 from ganglion.errors import CommError
 from ganglion.execute.comm.calls import (
     Call,
-    GroupFailure,
     Hello,
     PeerCall,
     check_agreement,
     pack_failure,
 )
+from ganglion.execute.comm.checked_group import GroupFailure
 from ganglion.execute.comm.reduce_order import combine, combine_aliased, combine_by_tree
 from ganglion.execute.comm.shm.group_links import GroupLinks, MemberLink
 from ganglion.execute.comm.shm.memory import Arena, Segment, map_shared

@@ -19,11 +19,11 @@ from ganglion.errors import CommError
 from ganglion.execute.comm.calls import (
     GOODBYE,
     Call,
-    GroupFailure,
     PeerCall,
     check_agreement,
     pack_failure,
 )
+from ganglion.execute.comm.checked_group import GroupFailure
 from ganglion.execute.comm.shm.group_links import GroupLinks, MemberLink, Outbox
 
 Finish = Callable[[Mapping[int, PeerCall]], None]

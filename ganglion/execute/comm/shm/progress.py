@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ganglion.errors import CommError
-from ganglion.execute.comm.calls import Call, GroupFailure
+from ganglion.execute.comm.calls import Call
+from ganglion.execute.comm.checked_group import GroupFailure
 
 
 class Job:

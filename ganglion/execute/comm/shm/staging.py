@@ -14,7 +14,7 @@ collect slab k. Slabs are counted over all collectives of the group.
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -55,32 +55,39 @@ class Staging:
         return self.slot_elements(dtype) // self.size // step * step
 
 
-class Program(Protocol):
+class Program(ABC):
     """The steps of one member for each slab; `number` counts the slabs of the group."""
 
-    num_slabs: int
+    def __init__(self, job: Job, staging: Staging, slab_elements: int, num_elements: int) -> None:
+        """Cut `num_elements` into slabs."""
+        self._job = job
+        self._staging = staging
+        self._slab = slab_elements
+        self.num_slabs = -(-num_elements // slab_elements)
 
+    @abstractmethod
     def deposit(self, slab: int, number: int) -> None:
         """Fill this member's slot for the others to read."""
 
+    @abstractmethod
     def combine(self, slab: int, number: int) -> None:
         """Read the others' deposits."""
 
-    def collect(self, slab: int, number: int) -> None:
-        """Read the results that others published in `combine`."""
+    def collect(self, slab: int, number: int) -> None:  # noqa: B027
+        """Read the results that others published in `combine`, if it did."""
+
+    def _stretch(self, tensor: Tensor, slab: int) -> Tensor:
+        return tensor[slab * self._slab : (slab + 1) * self._slab]
 
 
-class SumSlabs:
+class SumSlabs(Program):
     """All-reduce, and reduce to a root: every member combines one slice of each slab."""
 
     def __init__(self, job: Job, staging: Staging) -> None:
-        self._job = job
-        self._staging = staging
         self._region = staging.region_elements(job.call.dtype)
-        self._slab = self._region * staging.size
+        super().__init__(job, staging, self._region * staging.size, job.call.num_elements)
         self._is_target = job.call.kind == "all_reduce" or job.call.root == staging.index
         self._slices: dict[int, list[Tensor]] = {}
-        self.num_slabs = -(-job.call.num_elements // self._slab)
 
     def deposit(self, slab: int, number: int) -> None:
         """Copy the slices of the others."""
@@ -128,15 +135,13 @@ class SumSlabs:
         return [self._job.target[min(i, high) : min(i + width, high)] for i in starts]
 
 
-class ScatterSlabs:
+class ScatterSlabs(Program):
     """Reduce-scatter: a slab holds an equal stretch of every member's part."""
 
     def __init__(self, job: Job, staging: Staging) -> None:
-        self._job = job
-        self._staging = staging
-        self._region = staging.region_elements(job.call.dtype)
+        region_elements = staging.region_elements(job.call.dtype)
+        super().__init__(job, staging, region_elements, job.target.numel())
         self._parts = job.source.chunk(staging.size)
-        self.num_slabs = -(-job.target.numel() // self._region)
 
     def deposit(self, slab: int, number: int) -> None:
         """Copy a stretch of the parts of the others."""
@@ -144,14 +149,14 @@ class ScatterSlabs:
         for member, part in enumerate(self._parts):
             if member != self._staging.index:
                 piece = self._stretch(part, slab)
-                start = member * self._region
+                start = member * self._slab
                 slot[start : start + piece.numel()].copy_(piece)
 
     def combine(self, slab: int, number: int) -> None:
         """Reduce this member's stretch into the output."""
         index, call = self._staging.index, self._job.call
         out = self._stretch(self._job.target, slab)
-        start = index * self._region
+        start = index * self._slab
         parts = [
             self._stretch(self._parts[index], slab)
             if member == index
@@ -160,50 +165,33 @@ class ScatterSlabs:
         ]
         combine(parts, out, call.op)
 
-    def collect(self, slab: int, number: int) -> None:
-        """Do nothing: results stay where they were reduced."""
 
-    def _stretch(self, part: Tensor, slab: int) -> Tensor:
-        return part[slab * self._region : (slab + 1) * self._region]
-
-
-class CopySlabs:
+class CopySlabs(Program):
     """All-gather and broadcast: members copy the deposits of others."""
 
     def __init__(self, job: Job, staging: Staging) -> None:
         call, size = job.call, staging.size
         gather = call.kind == "all_gather"
-        self._job = job
-        self._staging = staging
-        self._slab = staging.slot_elements(call.dtype)
-        self._senders = range(size) if gather else range(call.root, call.root + 1)
-        self._targets = dict(
-            zip(self._senders, job.target.chunk(size) if gather else [job.target], strict=True)
-        )
-        self.num_slabs = -(-job.source.numel() // self._slab)
+        super().__init__(job, staging, staging.slot_elements(call.dtype), job.source.numel())
+        parts = enumerate(job.target.chunk(size)) if gather else [(call.root, job.target)]
+        self._targets = dict(parts)
 
     def deposit(self, slab: int, number: int) -> None:
         """Copy this member's data, if it is a sender."""
         index = self._staging.index
         if index in self._targets:
-            piece = self._piece(self._job.source, slab)
+            piece = self._stretch(self._job.source, slab)
             self._staging.slots(piece.dtype, number)[index][: piece.numel()].copy_(piece)
 
     def combine(self, slab: int, number: int) -> None:
         """Copy the data of all senders to their places."""
         slots = self._staging.slots(self._job.call.dtype, number)
         for member, target in self._targets.items():
-            piece = self._piece(target, slab)
+            piece = self._stretch(target, slab)
             if member != self._staging.index:
                 piece.copy_(slots[member][: piece.numel()])
             elif self._job.call.kind == "all_gather":
-                piece.copy_(self._piece(self._job.source, slab))
-
-    def collect(self, slab: int, number: int) -> None:
-        """Do nothing: the data are in place."""
-
-    def _piece(self, tensor: Tensor, slab: int) -> Tensor:
-        return tensor[slab * self._slab : (slab + 1) * self._slab]
+                piece.copy_(self._stretch(self._job.source, slab))
 
 
 def program_of(job: Job, staging: Staging) -> Program:

@@ -95,37 +95,19 @@ class TorchGroup(BaseGroup):
 
     def all_reduce(self, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members, in place."""
-        return self._start(
-            "all_reduce",
-            tensor,
-            lambda: dist.all_reduce(tensor, _OPS[op], group=self.process_group, async_op=True),
-        )
+        return self._start("all_reduce", dist.all_reduce, tensor, _OPS[op])
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         """Concatenate every member's `tensor` along dim 0 into `output`."""
-        return self._start(
-            "all_gather",
-            tensor,
-            lambda: _all_gather(output, tensor, group=self.process_group, async_op=True),
-        )
+        return self._start("all_gather", _all_gather, output, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = SUM) -> Handle:
         """Combine `tensor` over all members and keep this member's equal part of dim 0."""
-        return self._start(
-            "reduce_scatter",
-            tensor,
-            lambda: _reduce_scatter(
-                output, tensor, _OPS[op], group=self.process_group, async_op=True
-            ),
-        )
+        return self._start("reduce_scatter", _reduce_scatter, output, tensor, _OPS[op])
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
         """Copy the tensor of the member at position `root` to all others, in place."""
-        return self._start(
-            "broadcast",
-            tensor,
-            lambda: dist.broadcast(tensor, group_src=root, group=self.process_group, async_op=True),
-        )
+        return self._start("broadcast", dist.broadcast, tensor, group_src=root)
 
     def reduce(self, tensor: Tensor, root: int = 0, op: str = SUM) -> Handle:
         """Combine `tensor` over all members into that of the member at position `root`.
@@ -133,13 +115,7 @@ class TorchGroup(BaseGroup):
         On CPUs by our own binomial tree, because Gloo reduces along a ring; on GPUs by NCCL.
         """
         if tensor.device.type != "cpu":
-            return self._start(
-                "reduce",
-                tensor,
-                lambda: dist.reduce(
-                    tensor, group_dst=root, op=_OPS[op], group=self.process_group, async_op=True
-                ),
-            )
+            return self._start("reduce", dist.reduce, tensor, group_dst=root, op=_OPS[op])
         self._num_reduced += 1
         tag = _TREE_TAG + self._num_reduced % _NUM_TREE_TAGS
         return self._background.start(lambda: self._reduce_by_tree(tensor, root, op, tag))
@@ -161,9 +137,7 @@ class TorchGroup(BaseGroup):
 
     def barrier(self) -> None:
         """Return when every member has arrived."""
-        self._start(
-            "barrier", None, lambda: dist.barrier(group=self.process_group, async_op=True)
-        ).wait()
+        self._start("barrier", dist.barrier).wait()
 
     def close(self) -> None:
         """Destroy the process group."""
@@ -171,10 +145,12 @@ class TorchGroup(BaseGroup):
         dist.destroy_process_group(self.process_group)
 
     def _start(
-        self, what: str, tensor: Tensor | None, call: Callable[[], dist.Work | None]
+        self, what: str, function: Callable[..., dist.Work | None], *args: Any, **options: Any
     ) -> Handle:
+        """Start a function of torch.distributed; the last tensor of `args` is the member's own."""
+        tensor = next((arg for arg in reversed(args) if isinstance(arg, Tensor)), None)
         try:
-            work = call()
+            work = function(*args, group=self.process_group, async_op=True, **options)
         except (RuntimeError, ValueError, TypeError) as error:
             text = str(error).lower()
             if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOSS):
