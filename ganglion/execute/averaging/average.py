@@ -1,4 +1,4 @@
-"""Elastic averaging of a loop that stays as it is: three lines around an ordinary optimizer.
+"""Elastic averaging of an unchanged training loop, in three lines around an ordinary optimizer.
 
     average = ElasticAverage(model, optimizer, beta=0.9, tau=10)     # 1
     with average:                                                    # 2
@@ -9,12 +9,13 @@
     with average.center_weights():                                   # 3
         evaluate(model)
 
-Hooks on the optimizer's step and on the model's forward drive a Method; see method.py. Start the
-script once for each worker: with torchrun, srun or mpiexec, or alone. With servers=K, start K more:
+Hooks on the optimizer's step and on the model's forward drive a Method; see methods/method.py.
+Start the script once for each worker, with torchrun, srun or mpiexec, or alone. With servers=K,
+start K more processes:
 
     average = ElasticAverage(model, optimizer, mode="async", beta=0.9, servers=1)
     if average.is_server:
-        average.serve()          # and be done; else train as above
+        average.serve()          # then exit; else train as above
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ganglion.decide.plan import ASYNC_MODES, SYNC
 from ganglion.decide.schedules.exchanges import SyncExchange
 from ganglion.decide.topology import read_launch
 from ganglion.errors import ConfigError
-from ganglion.execute.averaging.meeting_point import gather_around
+from ganglion.execute.averaging.common_start import common_start
 from ganglion.execute.averaging.methods import (
     BREAKDOWN,
     MEAN_OF,
@@ -70,26 +71,26 @@ from ganglion.execute.averaging.served import (
 )
 from ganglion.execute.averaging.sync_factory import check_digests, sync_method
 from ganglion.execute.averaging.two_level import two_level
-from ganglion.execute.averaging.workers import meet, own_address
+from ganglion.execute.averaging.workers import find_workers, own_address
 from ganglion.execute.comm import World, open_store
 
 
 class ElasticAverage:
-    """Keeps a model in touch with those of the other workers while it is trained.
+    """Averages a model with the models of other workers while an optimizer trains it.
 
-    `mode` "sync" is Sync EASGD, whose rate is exactly one of alpha, beta and rho; an optimizer
-    `outer(parameters)` takes the place of a rate, with its pull `q`, `delay` and `fragments`.
-    "async", "round_robin" and "hogwild" are elastic with workers that wait for nobody. "sync_sgd"
-    reduces gradients by `reduction`; "async_sgd" (with `center_momentum`) and "hogwild_sgd" add
-    updates to the centre. `max_staleness` bounds how many versions of it an asynchronous write may
-    have missed: 4 for each worker. Workers exchange every `tau` steps. `center` is "replicated",
-    "delta", "root" or "host_root" where they do so together, else "server" or "sharded:K".
-    `overlap` lets exchanges run beside forward and backward. One message carries all, unless
-    `bucket_mb` bounds it or `pack` is off, when each tensor travels alone. `compress` is None,
-    "bf16", "fp16" or "int8". Every `inner` processes are one worker. `deterministic` fixes the
-    order of all sums, on any carrier. The last `servers` processes are no workers: they hold the
-    centre, a part each. The first worker's weights are given to all. Without a `world`, the others
-    are met through the launcher's environment.
+    `mode` "sync" is Sync EASGD, with exactly one rate of alpha, beta and rho; an optimizer
+    `outer(parameters)` replaces the rate, with its pull `q`, `delay` and `fragments`. "async",
+    "round_robin" and "hogwild" are elastic without waiting for other workers. "sync_sgd" reduces
+    gradients by `reduction`; "async_sgd" (with `center_momentum`) and "hogwild_sgd" add updates to
+    the centre. `max_staleness` bounds the versions of it that an asynchronous write may have
+    missed, by default 4 for each worker. Workers exchange every `tau` steps. `center` is
+    "replicated", "delta", "root" or "host_root" for synchronous modes, else "server" or
+    "sharded:K". With `overlap`, exchanges run beside forward and backward. One message carries all
+    weights, unless `bucket_mb` bounds it or `pack=False` sends each tensor alone. `compress` is
+    None, "bf16", "fp16" or "int8". Every `inner` processes are one worker. `deterministic` fixes
+    the order of all sums, on any carrier. The last `servers` processes hold the centre, a part
+    each, and do not train. All workers start with the weights of the first. Without a `world`, the
+    processes of the launcher's environment are used.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class ElasticAverage:
         if self._server is None:
             self._joined = self._join(world, None)
         if self._host is not None:
-            atexit.register(self.close)  # others may still need what this worker serves
+            atexit.register(self.close)  # others may still need the centre that this worker serves
 
     @property
     def _method(self) -> Method:
@@ -171,9 +172,9 @@ class ElasticAverage:
         self._joined = method
 
     def _join(self, world: World | None, old: SyncEasgd | OuterAveraging | None) -> Method:
-        """Return the method among the workers of `world`, which begins where they stand."""
-        self._workers = meet(world, *self._how_to_meet, self._options.servers)
-        state = gather_around(self._packed, self._workers.everyone, old, self._options.terms())
+        """Return the method among the workers of `world`, with their common start or state."""
+        self._workers = find_workers(world, *self._how_to_meet, self._options.servers)
+        state = common_start(self._packed, self._workers.everyone, old, self._options.terms())
         if old is not None and state is not None:
             old.catch_up(state["center"], int(state["version"]), self._lr())
         method = self._build(None if old is None else old.turns)
@@ -207,7 +208,7 @@ class ElasticAverage:
 
     @property
     def is_server(self) -> bool:
-        """Whether this process holds the centre and has nothing to train."""
+        """Whether this process holds the centre and does not train."""
         return self._server is not None
 
     def serve(
@@ -219,9 +220,9 @@ class ElasticAverage:
     ) -> ServerMetrics:
         """Hold this process's part of the centre until all workers have left.
 
-        Workers of other hosts reach it at the address `listen_on`, by default the one of this host
-        towards the first process. With a folder for `snapshots`, its part is saved there after
-        `every` writes, and a server that is started in the place of a lost one goes on from it.
+        Workers of other hosts connect to the address `listen_on`, by default that of this host
+        towards the first process. With a folder `snapshots`, the part is saved there after every
+        `every` writes, and a server that replaces a lost one continues from it.
         """
         if self._server is None:
             raise ConfigError("this process is a worker: call serve() only where is_server")
@@ -233,8 +234,8 @@ class ElasticAverage:
     # --- around the loop -----------------------------------------------------------------------
 
     def __enter__(self) -> ElasticAverage:
-        """Follow the optimizer's steps from now on."""
-        assert self._method, "a process that serves has none and raises"
+        """Hook into the optimizer's steps."""
+        assert self._method, "a server raises here"
         if self._hooks:
             raise ConfigError("this ElasticAverage is entered already: use one `with` at a time")
         self._hooks = [
@@ -251,29 +252,29 @@ class ElasticAverage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Follow no longer; finish what is in flight, unless something failed."""
+        """Remove the hooks; finish exchanges in flight, unless something failed."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         if error is None:
             self.flush()
         else:
-            atexit.unregister(self.close)  # nobody is waited for once something has failed
+            atexit.unregister(self.close)  # after a failure, no worker is waited for
 
     def sync_now(self) -> None:
-        """Exchange now, whatever tau says; synchronous workers call it together."""
+        """Exchange now, regardless of tau; synchronous workers call it together."""
         self._refuse_while_swapped("sync_now()")
         self._method.sync_now(self._lr())
 
     def flush(self) -> None:
-        """Finish what is in flight; synchronous workers call it together."""
+        """Finish exchanges in flight; synchronous workers call it together."""
         self._method.flush()
 
     def regroup(self, world: World) -> None:
-        """Go on among the workers of another world, when some were lost or are to join.
+        """Continue among the workers of another world, after losses or with newcomers.
 
-        Newcomers make their ElasticAverage in that world meanwhile, and begin at the centre. What
-        was in flight is given up, by all.
+        Newcomers make their ElasticAverage in that world at the same time, and start at the
+        centre. All give up exchanges in flight.
         """
         self._refuse_while_swapped("regroup()")
         if not isinstance(self._method, SyncEasgd | OuterAveraging):
@@ -287,11 +288,11 @@ class ElasticAverage:
         left.close()
 
     def repack(self) -> None:
-        """Take weights into packed memory again that .to() or an assignment took out of it."""
+        """Move weights back into packed memory after .to() or an assignment."""
         self._packed.repack()
 
     def close(self) -> None:
-        """Leave the other workers; whoever serves a centre waits until they have left, too."""
+        """Leave the other workers; a worker that serves a centre waits until all have left."""
         atexit.unregister(self.close)
         if self._is_closed or self.is_server:
             return
@@ -305,7 +306,7 @@ class ElasticAverage:
 
     @contextmanager
     def center_weights(self) -> Iterator[nn.Module]:
-        """Let the model have the weights of the centre, to evaluate or save them."""
+        """Give the model the weights of the centre inside the block, to evaluate or save them."""
         self._refuse_while_swapped("center_weights()")
         worker = self._packed.gather()
         kept = worker.clone()
@@ -325,7 +326,7 @@ class ElasticAverage:
         return check_digests(self._method.center(), self._workers.between)
 
     def metrics(self) -> ExchangeMetrics:
-        """Return what this worker has seen of the exchanges so far."""
+        """Return the measurements of this worker's exchanges so far."""
         metrics = self._method.metrics()
         spent = metrics.seconds or {"param_dev_dev": metrics.wait_s}
         own = self._watch.seconds(sum(spent.values()))
@@ -348,7 +349,7 @@ class ElasticAverage:
         return save_full(self._packed, self._optimizer, self._method, worker.index, worker.number)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a checkpoint; all workers load, each its own or the centre."""
+        """Continue from a checkpoint; all workers load, each its own or that of the centre."""
         self._refuse_while_swapped("load_state_dict()")
         self._packed.check()
         if check_state(state) == CENTER_ONLY:
@@ -359,7 +360,7 @@ class ElasticAverage:
         self._restore_served(state)
 
     def _restore_served(self, state: State) -> None:
-        """Put a served centre back where it is kept; no worker goes on before."""
+        """Restore an asynchronous centre before any worker continues."""
         if self._host is not None:
             self._workers.between.barrier()
             self._host.restore(saved_center(self._packed, state), saved_velocity(state))
@@ -368,7 +369,7 @@ class ElasticAverage:
     # --- hooks ---------------------------------------------------------------------------------
 
     def _begin_pass(self, model: nn.Module, inputs: Any) -> None:
-        # Only a pass that a step will follow: others may evaluate on one worker alone.
+        # Only passes that a step follows: one worker alone may evaluate.
         if model.training and torch.is_grad_enabled() and not self._is_swapped:
             self._watch.begin_pass()
             self._method.begin_pass()

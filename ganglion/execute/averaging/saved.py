@@ -1,12 +1,12 @@
-"""What a worker writes into a checkpoint, and what it may continue from.
+"""Checkpoints of a worker.
 
 | kind        | holds                                                    | fits                  |
 |-------------|----------------------------------------------------------|-----------------------|
 | full        | weights, optimizer, centre, counts, residuals, in flight | this worker, as many  |
 | center_only | the centre by name, counts, the outer optimizer          | any number of workers |
 
-Everything is a copy: neither saving nor loading leaves two owners of one tensor. Random state, the
-position in the data and learning rate schedulers are the caller's.
+Everything is a copy: after saving and loading, each tensor has one owner. Random state, the
+position in the data and learning rate schedulers are left to the caller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ganglion.execute.averaging.methods import Method, Packed, State
 FULL, CENTER_ONLY = "full", "center_only"
 _FORMAT = 1
 PORTABLE = ("step", "version", "outer")
-"""What of a method's state belongs to the centre wherever it goes."""
+"""Entries of a method's state that belong to the centre, for any number of workers."""
 
 
 def save_full(
@@ -44,7 +44,7 @@ def save_full(
 
 
 def save_center(packed: Packed, method: Method) -> State:
-    """Return the centre by name, with what belongs to it wherever it goes."""
+    """Return the centre by name, with its portable state."""
     state = method.state_dict()
     tensors = {name: view.clone() for name, view in packed.views(state["center"]).items()}
     kept = {key: state[key] for key in PORTABLE if key in state}
@@ -73,10 +73,10 @@ def load_full(
 
 
 def load_center(packed: Packed, method: Method, state: State) -> None:
-    """Start from a saved centre: the weights are there, too; the workers may be others."""
+    """Start at a saved centre, with any number of workers."""
     flat = saved_center(packed, state)
     _set_weights(packed, flat)
-    present = method.state_dict()  # has what only this method knows, as at a start
+    present = method.state_dict()  # has the entries of this method, as at a start
     if "base" in present:
         present["base"] = flat.clone()
     method.load_state_dict({**present, "center": flat, **copy.deepcopy(state["method"])})
@@ -96,12 +96,12 @@ def saved_center(packed: Packed, state: State) -> Tensor:
 
 
 def saved_velocity(state: State) -> Tensor | None:
-    """Return how a served centre moved, if the checkpoint is full and it had momentum."""
+    """Return the velocity of a served centre, if a full checkpoint has it."""
     return state["method"].get("velocity") if state["kind"] == FULL else None
 
 
 def check_state(state: Any) -> str:
-    """Return the kind of a saved state; raise CheckpointError if it is none."""
+    """Return the kind of a saved state; raise CheckpointError if it is not one."""
     if not isinstance(state, dict) or state.get("kind") not in (FULL, CENTER_ONLY):
         raise CheckpointError(
             "this is no state of an ElasticAverage: give what its state_dict() returned"

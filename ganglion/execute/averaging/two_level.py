@@ -1,7 +1,7 @@
-"""Two levels: gradients are averaged inside a host, and hosts are drawn to a centre.
+"""Two levels: gradients are averaged inside a host, and hosts exchange with a centre.
 
 The processes of a host are one worker: they hold the same weights and share a bigger batch. Only
-the first of them exchanges with other hosts; what that does to its weights it tells the others
+the first of them exchanges with other hosts, and then broadcasts its weights inside the host
 (You, Buluc, Demmel 2017, section 6.2, as the inner level of algorithm 4).
 
     host 0   [ p0 == p1 == p2 == p3 ]   sum of gradients, every step
@@ -37,7 +37,7 @@ class TwoLevel:
     def __init__(
         self, packed: Packed, inside: Group, gradients: SyncSgd, between: Method | None, period: int
     ) -> None:
-        """Join the levels; `between` is None but at the first member of each inner group.
+        """Combine the levels; `between` is None except at the first member of each inner group.
 
         Its exchanges happen before or after every `period`-th step.
         """
@@ -48,18 +48,18 @@ class TwoLevel:
         self._center = packed.gather().clone()
 
     def begin_pass(self) -> None:
-        """Start the exchange between hosts, if this is the process that makes it."""
+        """Start the exchange between hosts, at the first process."""
         if self._between is not None:
             self._between.begin_pass()
 
     def before_step(self, lr: float) -> None:
-        """Average the gradients of the host, and end the exchange between hosts."""
+        """Average the gradients of the host, and finish the exchange between hosts."""
         self._gradients.before_step(lr)
         if self._between is not None:
             self._between.before_step(lr)
 
     def after_step(self, lr: float) -> None:
-        """Give the whole host the weights that the exchange made."""
+        """Broadcast the weights after the exchange inside the host."""
         self._gradients.after_step(lr)
         if self._between is not None:
             self._between.after_step(lr)
@@ -74,40 +74,40 @@ class TwoLevel:
         self._share()
 
     def center(self) -> Tensor:
-        """Return the centre, as it was when this host learned of it last."""
+        """Return the centre that this host received last."""
         return self._center if self._between is None else self._between.center()
 
     def flush(self) -> None:
-        """Finish what is in flight between hosts."""
+        """Finish exchanges in flight between hosts."""
         if self._between is not None:
             self._between.flush()
         self._share()
 
     def metrics(self) -> ExchangeMetrics:
-        """Return what the first process saw between hosts; others, what they saw inside."""
+        """Return the measurements between hosts at the first process, else those inside."""
         method: Method = self._gradients if self._between is None else self._between
         return method.metrics()
 
     def tensors(self) -> list[Tensor]:
-        """Return what both levels keep."""
+        """Return the memory of both levels."""
         between = [] if self._between is None else self._between.tensors()
         return [self._center, *self._gradients.tensors(), *between]
 
     def state_dict(self) -> State:
-        """Return the state of the exchange between hosts; others keep the centre only."""
+        """Return the state between hosts at the first process, else the centre only."""
         if self._between is not None:
             return self._between.state_dict()
         return {"center": self._center.clone(), "step": self._num_steps, "version": 0}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from what state_dict returned."""
+        """Continue from the result of state_dict."""
         if self._between is not None:
             self._between.load_state_dict(state)
         self._center.copy_(state["center"])
         self._num_steps = int(state["step"])
 
     def close(self) -> None:
-        """Release what both levels hold."""
+        """Release both levels."""
         self._gradients.close()
         if self._between is not None:
             self._between.close()

@@ -1,11 +1,11 @@
-"""Who the other workers are: groups of a world in which every few processes are one worker.
+"""The groups of workers, each of which may be several processes.
 
 With `inner` = 2 and four processes, ranks 0, 1 are worker 0, and ranks 2, 3 are worker 1:
 
     inside    [0 1] [2 3]       axis x of the mesh: neighbours
     between   [0 2] [1 3]       axis data
 
-Processes that serve the centre come last and are in none of these groups.
+Server processes come last and are in none of these groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _USE = "averaging"
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The groups this process belongs to, and its place among the workers."""
+    """The world and groups of this process; `is_owner` if the world was opened here."""
 
     world: World
     everyone: Group
@@ -35,23 +35,23 @@ class Workers:
 
     @property
     def index(self) -> int:
-        """This process's place in checkpoints: its rank."""
+        """The number of this process in checkpoints: its rank."""
         return self.world.rank
 
     @property
     def number(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.world.num_ranks
 
     def close(self) -> None:
-        """Close what was opened here."""
+        """Close the groups and the world that were opened here."""
         if isinstance(self.between, TreeGroup):
             self.between.close()
         if self.is_owner:
             self.world.close()
 
 
-def meet(
+def find_workers(
     world: World | None,
     environment: Mapping[str, str],
     inner: int,
@@ -59,10 +59,7 @@ def meet(
     timeout_s: float,
     servers: int = 0,
 ) -> Workers:
-    """Return the workers of `world`, or of those that the launcher started with this one.
-
-    The last `servers` of these are no workers.
-    """
+    """Return the workers of `world`, or of the launch without its last `servers` processes."""
     met = _open(environment, inner, timeout_s, servers) if world is None else world
     if met.mesh.x != inner:
         raise LayoutError(
@@ -76,7 +73,7 @@ def meet(
 
 
 def server_place(launch: Launch, servers: int) -> int | None:
-    """Return which server a process is, as it was started; None if it is a worker."""
+    """Return the number of a server process; None if the process is a worker."""
     num_workers = launch.num_ranks - servers
     if num_workers < 1:
         raise LayoutError(
@@ -93,9 +90,9 @@ def server_place(launch: Launch, servers: int) -> int | None:
 
 
 def own_address(launch: Launch) -> str | None:
-    """Return where other hosts can reach this process; None if all are on one host.
+    """Return an address at which other hosts reach this process; None if all are on one host.
 
-    It is the address that this host has on the way to the one where all meet.
+    It is the address of this host towards the master.
     """
     if launch.local_num_ranks >= launch.num_ranks:
         return None

@@ -1,4 +1,4 @@
-"""Methods whose centre is served: each worker exchanges on its own, whenever its own turn comes.
+"""Methods with a served centre: each worker exchanges on its own.
 
 | class       | the worker sends       | and then                            | server   |
 |-------------|------------------------|-------------------------------------|----------|
@@ -21,15 +21,22 @@ from torch import Tensor
 from ganglion.decide.plan import ASYNC
 from ganglion.decide.schedules.exchanges import EXCHANGE, PUSH, ElasticRate
 from ganglion.errors import ConfigError
-from ganglion.execute.averaging.methods import ExchangeMetrics, Motion, Packed, State, elastic_force
-from ganglion.execute.averaging.served.shards import Part, ShardedCenter
+from ganglion.execute.averaging.methods import (
+    ExchangeMetrics,
+    Motion,
+    NoOverlap,
+    Packed,
+    State,
+    elastic_force,
+)
+from ganglion.execute.averaging.served.shards import Shard, ShardedCenter
 from ganglion.execute.averaging.served.wire import AS_SENT, Envelope
 
 
 class _Served:
-    """What all served methods share: a place to start, a count of steps, and the books."""
+    """Common part of served methods: the start at the centre, and the counts."""
 
-    _is_atomic = False  # whether the centre is written in the moment it is read
+    _is_atomic = False  # whether one request reads and writes the centre
 
     def __init__(
         self, packed: Packed, center: ShardedCenter, *, num_workers: int, tau: int
@@ -45,19 +52,19 @@ class _Served:
 
     @property
     def _num_workers(self) -> int:
-        """How many workers draw at the centre: all that are there, once those expected were."""
+        """The number of workers that share the rate: the expected, later the present ones."""
         has_all = self._center.max_members >= self._num_expected
         return self._center.num_members if has_all else self._num_expected
 
     def center(self) -> Tensor:
-        """Ask the servers for the centre as it is now."""
+        """Return the present centre of the servers."""
         return self._center.look()
 
     def metrics(self) -> ExchangeMetrics:
-        """Return what was seen so far."""
+        """Return the measurements so far."""
         center = self._center
         stale = 0 if self._is_atomic else max(center.staleness, default=0)
-        # All that were asked for, also those that are done already, and who came beside them.
+        # Expected workers count even after they left, additional ones while they are present.
         num_workers = max(self._num_expected, center.num_members)
         metrics = ExchangeMetrics(
             num_workers=num_workers,
@@ -82,7 +89,7 @@ class _Served:
         return self._motion.seen(metrics, self._center_norm)
 
     def tensors(self) -> list[Tensor]:
-        """Return the messages to the servers, and what they are made from."""
+        """Return the buffers of messages, and the vectors they are made from."""
         return [*self._center.tensors(), *self._kept()]
 
     def _kept(self) -> list[Tensor]:
@@ -128,7 +135,7 @@ class ServedEasgd(_Served):
         self._rate, self._lr, self._overlap = rate, lr, overlap
         self._alpha = 0.0
         self._is_asked = False
-        self._asked_at = -1  # the step whose exchange was asked for last
+        self._asked_at = -1  # the step of the last exchange
         self._force = torch.zeros(center.numel, dtype=center.dtype)
         self._has_force = False
 
@@ -138,7 +145,7 @@ class ServedEasgd(_Served):
             self._ask_if_due()
 
     def before_step(self, lr: float) -> None:
-        """Start the exchange if no pass did, and end it unless it may overlap the step."""
+        """Start the exchange if no pass did; finish it unless it may overlap the step."""
         self._ask_if_due()
         if self._is_asked:
             self._motion.begin_step(self._packed)
@@ -160,27 +167,27 @@ class ServedEasgd(_Served):
         self._subtract()
 
     def flush(self) -> None:
-        """Return when nothing is in flight; the coming step applies what came."""
+        """Wait for the exchange in flight; the next step applies it."""
         if self._is_asked:
             self._receive()
             self._is_asked = False
 
     def state_dict(self) -> State:
-        """Return the counts and the centre; what is in flight is finished and applied first."""
+        """Return the counts and the centre, after the exchange in flight is applied."""
         self.flush()
         self._subtract()
         center = self.center()
         return {"center": center, "step": self._num_steps, "asked_at": self._asked_at}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue at the same step; the centre is restored by its servers."""
+        """Continue at the saved step; the CenterHost restores the centre."""
         self.flush()
         self._has_force = False
         self._num_steps = int(state["step"])
         self._asked_at = int(state.get("asked_at", -1))
 
     def close(self) -> None:
-        """Finish and apply what is in flight, then leave."""
+        """Finish and apply the exchange in flight, then leave."""
         try:
             self.flush()
             self._subtract()
@@ -222,10 +229,10 @@ class ServedEasgd(_Served):
             self._has_force = False
 
 
-class ServedSgd(_Served):
-    """Updates go to the centre and the worker goes on from it: Async SGD, Async MSGD, DOWNPOUR.
+class ServedSgd(NoOverlap, _Served):
+    """Async SGD, Async MSGD, DOWNPOUR: updates go to the centre, where the worker continues.
 
-    An update that is too old is refused: it is lost, and the worker starts again from the centre.
+    An update that is too old is refused and lost, and the worker starts again from the centre.
     """
 
     def __init__(
@@ -239,44 +246,35 @@ class ServedSgd(_Served):
     ) -> None:
         """Join, and start at the centre; tau steps make one update.
 
-        `has_momentum` says that the rule of the servers has, and a checkpoint must hold it.
+        `has_momentum` if the rule of the servers has a velocity, which checkpoints hold.
         """
         super().__init__(packed, center, num_workers=num_workers, tau=tau)
         self._has_momentum = has_momentum
         self._base = packed.gather().to("cpu", copy=True)  # the centre that w started from
         self._update = torch.empty_like(self._base)
 
-    def begin_pass(self) -> None:
-        """Have nothing to start: the pass needs the centre, and makes what is sent."""
-
-    def before_step(self, lr: float) -> None:
-        """Have nothing to do: the update is what the step will do."""
-
     def after_step(self, lr: float) -> None:
-        """Push the update of the last tau steps, and go on from the new centre."""
+        """Push the update of the last tau steps, and continue from the new centre."""
         self._num_steps += 1
         if self._num_steps % self._tau == 0:
             self._exchange()
 
     def sync_now(self, lr: float) -> None:
-        """Push what was done since the last exchange."""
+        """Push the update since the last exchange."""
         self._exchange()
 
-    def flush(self) -> None:
-        """Have nothing in flight between steps."""
-
     def state_dict(self) -> State:
-        """Return the counts, the centre with its velocity, and where this worker started from."""
+        """Return the counts, the centre with its velocity, and the start of this worker."""
         center, velocity = self.moving_center()
         state: State = {"center": center, "step": self._num_steps, "base": self._base.clone()}
         return state if velocity is None else {**state, "velocity": velocity}
 
     def moving_center(self) -> tuple[Tensor, Tensor | None]:
-        """Ask the servers for the centre, and for its velocity if it has momentum."""
+        """Return the present centre, and its velocity if it has momentum."""
         return self._center.recall() if self._has_momentum else (self.center(), None)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue at the same step; the centre is restored by its servers."""
+        """Continue at the saved step; the CenterHost restores the centre."""
         self._num_steps = int(state["step"])
         self._base.copy_(state["base"] if "base" in state else state["center"])
 
@@ -300,8 +298,8 @@ class ServedSgd(_Served):
         norm = float(torch.linalg.vector_norm(self._update))
         self._note(norm, norm, float(torch.linalg.vector_norm(self._base)), moved)
 
-    def _moved(self, part: Part, envelope: Envelope) -> float:
-        """Return how far the update moved a shard of the centre."""
+    def _moved(self, part: Shard, envelope: Envelope) -> float:
+        """Return the distance by which the update moved a shard of the centre."""
         if envelope.is_refused or envelope.moved != AS_SENT:
             return envelope.moved * (not envelope.is_refused)
         return float(torch.linalg.vector_norm(self._update[part.begin : part.end]))

@@ -1,11 +1,11 @@
-"""What a served centre does with what workers send: one small rule for each family of methods.
+"""How a served centre applies the writes of workers, by family of methods.
 
     Elastic     reads w, replies the old c, c += rate * (w - c)      Async EASGD, Original EASGD
     Additive    reads an update u, c += u, replies the new c         Async SGD, DOWNPOUR
     the same with momentum:       v = mu v + u, c += v               Async MSGD
 
 An update is what the worker's own torch optimizer did to its weights (for plain SGD: -lr * g), so
-weight decay, clipping and schedules are the user's, and the centre knows no optimizer.
+weight decay, clipping and schedules stay with the worker.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Rule(Protocol):
         """Change `center` and fill `reply`."""
 
     def moved(self) -> float | None:
-        """Return how far the last write moved the centre; None if it was just what was sent."""
+        """Return the distance of the last write; None if it moved by exactly what was sent."""
 
     def tensors(self) -> list[Tensor]:
-        """Return what is kept between writes besides the centre."""
+        """Return the memory kept between writes, without the centre."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return what a snapshot must keep besides the centre."""
+        """Return the state for a snapshot, without the centre."""
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what a snapshot kept."""
+        """Continue from the state of a snapshot."""
 
 
 class Elastic:
-    """Move the centre to the worker; the worker gets the centre both halves are reckoned from."""
+    """Move the centre towards the worker, and reply the centre before."""
 
     kind = EXCHANGE
 
     def __init__(self) -> None:
-        """Make room for the force with the first exchange: new memory costs more than the sum."""
+        """Keep one buffer for the force: new memory costs more than the sum."""
         self._force: Tensor | None = None
 
     def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> None:
@@ -77,7 +77,7 @@ class Elastic:
 
 
 class Additive:
-    """Add an update, through a velocity if there is momentum, and tell the new centre."""
+    """Add an update, through a velocity if there is momentum, and reply the new centre."""
 
     kind = PUSH
 
@@ -92,10 +92,10 @@ class Additive:
         self._momentum = momentum
         self._num_trained = num_trained
         self._velocity: Tensor | None = None
-        self._rest = 0.0  # how far the last write moved what has no momentum
+        self._rest = 0.0  # distance of the last write in elements without momentum
 
     def apply(self, center: Tensor, sent: Tensor, rate: float, reply: Tensor) -> None:
-        """Add the update, or what the velocity has become with it."""
+        """Add the update, or the velocity that includes it."""
         if self._momentum:
             end = center.numel() if self._num_trained is None else self._num_trained
             self._push(center[:end], sent[:end])
@@ -106,7 +106,7 @@ class Additive:
         reply.copy_(center)
 
     def moved(self) -> float | None:
-        """Return the way that the velocity took the centre, by one pass over it."""
+        """Return the distance of the last write; None without momentum."""
         if self._velocity is None:
             return None
         return math.hypot(float(torch.linalg.vector_norm(self._velocity)), self._rest)
@@ -122,10 +122,10 @@ class Additive:
         return [] if self._velocity is None else [self._velocity]
 
     def state(self) -> Mapping[str, Tensor]:
-        """Keep the velocity."""
+        """Return the velocity, if there is one."""
         return {} if self._velocity is None else {"velocity": self._velocity}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the velocity that was kept, of what has one."""
+        """Continue with a saved velocity of the trained elements."""
         velocity = state.get("velocity")
         self._velocity = None if velocity is None else velocity[: self._num_trained]

@@ -1,4 +1,4 @@
-"""A process that serves centres and does nothing else: it learns of each one through a store.
+"""Server processes: each finds the centres it has to serve through a store.
 
     workers                          store                      server process k of K
     announce(centre 0, 1, ... end) ----------------------------> a thread for each centre,
@@ -6,9 +6,9 @@
     first worker: restore(weights) ==== one connection each ===>
     all workers: join, exchange ... leave                       ends when all have left
 
-It needs no model and is in no group of the workers: what it must know is in the announcements, and
-the first weights come over a connection like everything else. They stay in the store, so a server
-that was killed can be started again, and goes on from its snapshots.
+A server has no model and is in no group of the workers: announcements describe the centre, and the
+first weights arrive over a connection. Announcements stay in the store, so a killed server can be
+started again, and continues from its snapshots.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class CountingStore(Store, Protocol):
     """A store that can also count."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number that begins at 0, and return it."""
+        """Add to a counter that starts at 0, and return it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a server must know of one centre."""
+    """The description of one centre for its servers."""
 
     run_id: str
     numel: int
@@ -67,24 +67,24 @@ class Announcement:
     max_staleness: int | None
 
     def bounds(self, shard: int) -> tuple[int, int]:
-        """Return which elements a shard has."""
+        """Return the first element of a shard and the end."""
         return shard_bounds(self.numel, self.num_shards)[shard]
 
     def rule(self, shard: int) -> Rule:
-        """Return what a write does to a shard."""
+        """Return the rule of writes to a shard."""
         begin, end = self.bounds(shard)
         return rule_of(self.mode, self.center_momentum, self.num_trained - begin, end - begin)
 
 
 def rule_of(mode: str, momentum: float, num_trained: int, numel: int) -> Rule:
-    """Return what a write of a mode does to a part of a centre."""
+    """Return the rule of writes to a part of a centre."""
     if mode == ASYNC_SGD:
         return Additive(momentum, num_trained=min(max(0, num_trained), numel))
     return Elastic()
 
 
 def order_of(mode: str) -> str:
-    """Return in which order the writes of a mode are served."""
+    """Return the order in which writes of a mode are served."""
     return ROUND_ROBIN if mode == ROUND_ROBIN else FIRST_COME
 
 
@@ -117,12 +117,12 @@ def remote_center(
     )
     if group.index == 0:
         center.restore(like)
-    group.barrier()  # nobody joins a centre that has no weights yet
+    group.barrier()  # no worker may join before the centre has weights
     return center
 
 
 def announce_end(store: CountingStore) -> None:
-    """Say, once for all workers, that no more centres will come."""
+    """Announce that no more centres follow; one worker calls it for all."""
     _announce(store, _END)
 
 
@@ -135,37 +135,36 @@ def _place(number: int) -> str:
 
 
 class RemoteHost:
-    """What workers keep for a centre in other processes: the first of them can put it back."""
+    """The CenterHost of a centre in server processes, which the first worker can restore."""
 
     def __init__(self, center: ShardedCenter, group: Group) -> None:
-        """Know the centre, and whether this worker is the first."""
         self._center, self._is_first = center, group.index == 0
 
     def restore(self, center: Tensor, velocity: Tensor | None = None) -> None:
-        """Put the centre back, moving or at rest, while nobody exchanges."""
+        """Set the centre and its velocity (None for zero); no worker may exchange meanwhile."""
         if self._is_first:
             self._center.restore(center.to("cpu"), velocity)
 
     def tensors(self) -> list[Tensor]:
-        """Keep nothing here."""
+        """Return nothing: the servers hold the centre."""
         return []
 
     def close(self) -> None:
-        """Leave it to the servers to end when all workers have left."""
+        """Do nothing: the servers end when all workers have left."""
 
 
 class ServerProcess:
     """Serves one shard of every centre that is announced, a thread for each centre."""
 
     def __init__(self, store: CountingStore, shard: int, timeout_s: float) -> None:
-        """Be ready to serve shard `shard`; no silence is longer than `timeout_s`."""
+        """Prepare to serve shard `shard`; workers may be silent for up to `timeout_s`."""
         self._store, self._shard, self._timeout_s = store, shard, timeout_s
         self._errors: list[BaseException] = []
 
     def serve(
         self, *, listen_on: str | None = None, snapshots: Path | None = None, every: int = 100
     ) -> list[ServerMetrics]:
-        """Serve until all workers of all centres have left; return what was seen of each."""
+        """Serve until all workers of all centres have left; return the metrics of each."""
         if snapshots is not None:
             snapshots.mkdir(parents=True, exist_ok=True)
         servers, threads = [], []
@@ -177,7 +176,7 @@ class ServerProcess:
             threads.append(threading.Thread(target=self._run, args=(servers[-1],), daemon=True))
             threads[-1].start()
         for thread in threads:
-            thread.join()  # a server ends by itself when nobody is left or heard of
+            thread.join()  # a server ends by itself when all have left or been silent
         if self._errors:
             raise self._errors[0]
         return [server.metrics() for server in servers]
@@ -202,7 +201,7 @@ class ServerProcess:
         if folder is not None:
             path = folder / f"{known.run_id}-{self._shard}.safetensors"
             snapshots = Snapshots(path, every)
-            if path.exists():  # of the server whose place this one takes
+            if path.exists():  # of the server that this one replaces
                 saved = load_snapshot(path)
                 center, version = saved.center, saved.version
                 rule.load(saved.state)
@@ -236,7 +235,7 @@ def own_server(
     deterministic: bool,
     timeout_s: float,
 ) -> ServerProcess | None:
-    """Return what this process serves if it is one of the last `servers` that were started."""
+    """Return the server of this process, if it is one of the last `servers` of the launch."""
     _check(options)
     if not options.servers:
         return None
@@ -255,7 +254,7 @@ def own_server(
 
 
 def _check(options: AveragingOptions) -> None:
-    """Refuse servers that a mode has no use for, or another number of shards than servers."""
+    """Refuse servers for a mode without them, or another number of shards than servers."""
     servers, mode, center = options.servers, options.mode, options.center
     if servers < 0:
         raise ConfigError(f"servers = {servers}: give 0 or more processes")

@@ -1,10 +1,10 @@
-"""A served centre as one vector, though several servers may hold a part of it each.
+"""A served centre as one vector, whose parts several servers may hold.
 
     flat    | shard 0 | shard 1 | ... | the last takes the rest |
                 |         |
              server 0  server 1           each exchanges on its own and has its own versions
 
-A worker asks all shards at once and waits for all; the parts it gets may have different versions.
+A worker asks all shards at once and waits for all; their versions may differ.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def shard_bounds(numel: int, num_shards: int) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(cuts))
 
 
-class Part(NamedTuple):
-    """One shard as the worker sees it: its link, and its elements of the flat vector."""
+class Shard(NamedTuple):
+    """A link to one shard, and its elements of the flat vector."""
 
     link: CenterLink
     begin: int
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class ShardedCenter:
-    """The worker's ends of all shards."""
+    """The links of one worker to all shards."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ShardedCenter:
         num_shards: int = 1,
         timeout_s: float = 300.0,
     ) -> None:
-        """Know where to call; the centre is a vector like `like`, kept on the host."""
+        """Prepare to connect through `store`; the centre is a host vector like `like`."""
         self.numel = like.numel()
         self.dtype = like.dtype
         self.staleness: Counter[int] = Counter()
@@ -64,18 +64,18 @@ class ShardedCenter:
         self.num_members = self.max_members = 0  # now, and the most there ever were
         self._asked_s: float | None = None
         self.parts = tuple(
-            Part(self._link(store, run_id, worker, shard, end - begin, timeout_s), begin, end)
+            Shard(self._link(store, run_id, worker, shard, end - begin, timeout_s), begin, end)
             for shard, (begin, end) in enumerate(shard_bounds(self.numel, num_shards))
         )
 
     @property
     def num_retries(self) -> int:
-        """How often a connection broke and was made again."""
+        """The number of connections that broke and were made again."""
         return sum(max(0, part.link.num_connections - 1) for part in self.parts)
 
     @property
     def sent_bytes(self) -> int:
-        """How much this worker has sent."""
+        """The number of bytes that this worker has sent."""
         return sum(part.link.sent_bytes for part in self.parts)
 
     def join(self) -> Tensor:
@@ -85,44 +85,44 @@ class ShardedCenter:
         return center
 
     def look(self) -> Tensor:
-        """Return the centre as it is now."""
+        """Return the present centre."""
         return torch.cat([part.link.look() for part in self.parts])
 
     def recall(self) -> tuple[Tensor, Tensor]:
-        """Return the centre as it is now, and its velocity."""
+        """Return the present centre and its velocity."""
         centers, velocities = zip(*(part.link.recall() for part in self.parts), strict=True)
         return torch.cat(centers), torch.cat(velocities)
 
     def restore(self, flat: Tensor, velocity: Tensor | None = None) -> None:
-        """Put the centre at `flat`, moving or at rest, while nobody exchanges."""
+        """Set the centre and its velocity (None for zero); no worker may exchange meanwhile."""
         for part in self.parts:
             moving = None if velocity is None else velocity[part.begin : part.end]
             part.link.restore(flat[part.begin : part.end], moving)
 
     def tensors(self) -> list[Tensor]:
-        """Return the memory of messages to the shards."""
+        """Return the buffers of messages to the shards."""
         return [part.link.block.payload for part in self.parts]
 
     def fill(self, flat: Tensor) -> None:
-        """Copy a vector into the messages that are asked next."""
+        """Copy a vector into the next messages."""
         for part in self.parts:
             part.link.block.payload.copy_(flat[part.begin : part.end])
 
     def ask(self, kind: str, *, step: int, rate: float = 0.0) -> None:
-        """Ask all shards the same at once."""
+        """Send the same request to all shards."""
         self._asked_s = time.perf_counter()
         for part in self.parts:
             part.link.ask(kind, step=step, rate=rate)
 
-    def answers(self) -> Iterator[tuple[Part, Answer]]:
+    def answers(self) -> Iterator[tuple[Shard, Answer]]:
         """Wait for the answer of each shard, one after the other."""
         for part in self.parts:
             yield part, self._answer_of(part)
-        if self._asked_s is not None:  # an answer that came early counts as taken: a bound
+        if self._asked_s is not None:  # an upper bound: early answers wait here
             self.comm_s += time.perf_counter() - self._asked_s
             self._asked_s = None
 
-    def _answer_of(self, part: Part) -> Answer:
+    def _answer_of(self, part: Shard) -> Answer:
         start_s = time.perf_counter()
         answer = part.link.answer()
         self.wait_s += time.perf_counter() - start_s
@@ -134,7 +134,7 @@ class ShardedCenter:
         return answer
 
     def leave(self) -> None:
-        """Say goodbye to all shards."""
+        """Leave all shards."""
         for part in self.parts:
             part.link.leave()
 

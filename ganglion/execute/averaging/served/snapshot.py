@@ -1,8 +1,8 @@
-"""Snapshots of a served centre: what a server that replaces a lost one starts from.
+"""Snapshots of a served centre, from which a server that replaces a lost one starts.
 
 A snapshot is one safetensors file, written beside the old one and moved into its place, so a
 server that is killed while it writes leaves the old one whole. Exchanges after the last snapshot
-are lost with the server; the workers keep their weights and go on.
+are lost with the server; the workers keep their weights and continue.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ _CENTER = "center"
 
 @dataclass(frozen=True, slots=True)
 class Snapshots:
-    """Where snapshots go, and after how many exchanges."""
+    """The file of snapshots, and the number of exchanges between two."""
 
     path: Path
     every: int = 100
 
     def __post_init__(self) -> None:
-        """Refuse numbers that make no sense."""
         if self.every < 1:
             raise ConfigError(f"every = {self.every}: a snapshot needs at least 1 exchange")
 
     def is_due(self, version: int) -> bool:
-        """Say whether the centre of this version is to be saved."""
+        """Return whether the centre of this version is to be saved."""
         return version % self.every == 0
 
     def save(self, center: Tensor, version: int, state: Mapping[str, Tensor]) -> None:
-        """Replace the snapshot by this one."""
+        """Write a snapshot in place of the last."""
         partial = self.path.with_name(self.path.name + ".partial")
         tensors = {_CENTER: center, **state}
         save_file(tensors, partial, metadata={"version": str(version)})
@@ -49,7 +48,7 @@ class Snapshots:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a new server needs: give `center` and `version` to it and `state` to its rule."""
+    """The start of a new server: its centre and version, and the state of its rule."""
 
     center: Tensor
     version: int
@@ -57,7 +56,7 @@ class Snapshot:
 
 
 def load_snapshot(path: Path) -> Snapshot:
-    """Read the newest snapshot."""
+    """Return the snapshot in a file; raise CheckpointError if it is not one."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -1,11 +1,11 @@
-"""What a worker and a served centre say to each other: a header that can be checked, and weights.
+"""Messages between a worker and a served centre: a checked header, and weights.
 
 One message is one block of bytes, so it arrives whole or not at all:
 
     | header, 128 bytes: run, worker, shard, number, step, version, ... checksum | payload |
 
-The checksum covers both. Whoever receives a block checks all of it against what it knows; what is
-wrong is a ProtocolError that names both sides.
+The checksum covers both. The receiver checks all fields against its own; a difference is a
+ProtocolError that names both sides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ganglion.errors import ConfigError, ProtocolError
 REPLY, TROUBLE, RESTORE = "reply", "trouble", "restore"
 RECALL, REMIND = "recall", "remind"  # read and write the velocity of the centre
 
-AS_SENT = -1.0  # how far a write moved the centre: by what was sent, which its sender knows
+AS_SENT = -1.0  # `moved` of a write that moved the centre by exactly what was sent
 
 HEADER_BYTES = 128  # a multiple of the cache line: the payload behind it is aligned
 MAX_RUN_ID = 16
@@ -41,7 +41,7 @@ _CHECKSUM_AT = HEADER_BYTES - _CHECKSUM.size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What the header tells, but for what follows from the payload.
+    """The fields of a header, except those that follow from the payload.
 
     A request has the `step` of the worker, the `version` of the centre it saw last and the `rate`
     of its force; a reply has the version of the centre it brings, whether the request was refused,
@@ -66,16 +66,15 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one end of a connection knows: any other run, shard, size or dtype is an error."""
+    """The run, shard, size and dtype that one end of a connection accepts."""
 
-    name: str  # how errors call it: "the centre", "worker 3"
+    name: str  # in errors: "the centre", "worker 3"
     run_id: str
     shard: int
     numel: int
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        """Refuse what a header cannot hold."""
         if not 0 < len(self.run_id) <= MAX_RUN_ID or not self.run_id.isascii():
             raise ConfigError(
                 f"run_id = {self.run_id!r}: give 1 to {MAX_RUN_ID} ASCII characters, the same to "
@@ -91,7 +90,6 @@ class Block:
     """Memory of one message: a header, and a payload to be filled in place."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        """Make room for `numel` elements."""
         self._bytes = torch.zeros(HEADER_BYTES + numel * dtype.itemsize, dtype=torch.uint8)
         self._memory = _memory_of(self._bytes)
         self.payload = self._bytes[HEADER_BYTES:].view(dtype)
@@ -135,14 +133,14 @@ def text_block(envelope: Envelope, text: str) -> Tensor:
 
 
 def text_of(payload: Tensor) -> str:
-    """Return the text that a payload is."""
+    """Return the text of a payload."""
     return bytes(payload.tolist()).decode("ascii", "replace")
 
 
 def open_block(data: Tensor, here: Side, worker: int | None) -> tuple[Envelope, Tensor]:
-    """Check a message from or to `worker` and return what it says; the payload is a view.
+    """Check a message from or to `worker`; return its header and a view of its payload.
 
-    Without a `worker`, this is the first message of a caller, and tells who it is.
+    Without a `worker`, this is the first message of a client, which gives its number.
     """
     if data.dtype != torch.uint8 or data.dim() != 1 or len(data) < HEADER_BYTES:
         raise _wrong(here, worker, f"{data.dtype} {tuple(data.shape)}", "a block of bytes")
@@ -208,7 +206,7 @@ def _checksum(memory: memoryview) -> int:
 
 
 def _memory_of(data: Tensor) -> memoryview:
-    """Return the memory of a plain tensor of bytes, which must outlive what is returned."""
+    """Return a view of the memory of a plain tensor of bytes, which must outlive it."""
     return memoryview((ctypes.c_char * len(data)).from_address(data.data_ptr())).cast("B")
 
 

@@ -1,12 +1,12 @@
-"""Where workers begin together: at the first one's weights, or at the centre of those who know it.
+"""The common start of workers: the weights of the first, or the newest known centre.
 
-| here are         | the centre is             | weights of new workers | of the others |
+| workers          | centre                    | weights of new workers | of the others |
 |------------------|---------------------------|------------------------|---------------|
-| only new workers | the weights of the first  | the same               |               |
-| some who trained | the newest that is known  | the centre             | their own     |
+| all are new      | the weights of the first  | the same               |               |
+| some have trained | the newest that is known | the centre             | their own     |
 
-So a start, a loss and a newcomer are one thing. A new worker is never asked for the centre: its
-random weights would become everybody's truth.
+So a start, a loss and a newcomer are handled alike. A new worker never provides the centre: its
+random weights would spread to all.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ganglion.execute.averaging.saved import PORTABLE
 from ganglion.execute.comm import Group, broadcast_tensor
 
 
-class Knowing(Protocol):
+class TrainedMethod(Protocol):
     """A method that has exchanged before."""
 
     def state_dict(self) -> State:
-        """Return its state, in which are the centre and its version."""
+        """Return the state, with the centre and its version."""
 
 
-class _Place(NamedTuple):
+class _Record(NamedTuple):
     layout: int
     numel: int
     terms: int
@@ -38,11 +38,13 @@ class _Place(NamedTuple):
     version: int
 
 
-def gather_around(packed: Packed, group: Group, old: Knowing | None, terms: str) -> State | None:
-    """Bring the workers of `group` together; return what a method shall load, None at a start.
+def common_start(
+    packed: Packed, group: Group, old: TrainedMethod | None, terms: str
+) -> State | None:
+    """Agree on a start with the workers of `group`; return the state to load, None if all are new.
 
-    `old` is what this worker exchanged by so far, with nothing in flight; None if it is new. All
-    must have the same model and the same `terms`.
+    `old` is the method of this worker so far, with nothing in flight; None if it is new. Raise
+    ConfigError unless all workers have the same model and the same `terms`.
     """
     state = None if old is None else old.state_dict()
     places = _exchange(packed, group, state, terms)
@@ -59,18 +61,18 @@ def gather_around(packed: Packed, group: Group, old: Knowing | None, terms: str)
     return {**shared, "sums": state["sums"]} if state is not None and "sums" in state else shared
 
 
-def _exchange(packed: Packed, group: Group, state: State | None, terms: str) -> list[_Place]:
-    """Return where every member stands."""
+def _exchange(packed: Packed, group: Group, state: State | None, terms: str) -> list[_Record]:
+    """Return the record of every member."""
     layout = zlib.crc32(f"{packed.names} {packed.numels} {packed.flat.dtype}".encode())
     version = -1 if state is None else int(state["version"]) - int(state.get("lag", 0))
     known = int(state is not None)
     own = torch.tensor([layout, packed.numel, zlib.crc32(terms.encode()), known, version])
     table = torch.empty(len(own) * group.size, dtype=own.dtype)
     group.all_gather(table, own).wait()
-    return [_Place(*row) for row in table.view(group.size, -1).tolist()]
+    return [_Record(*row) for row in table.view(group.size, -1).tolist()]
 
 
-def _check_alike(packed: Packed, group: Group, places: list[_Place], terms: str) -> None:
+def _check_alike(packed: Packed, group: Group, places: list[_Record], terms: str) -> None:
     own = places[group.index]
     for rank, place in zip(group.ranks, places, strict=True):
         if (place.layout, place.numel) != (own.layout, own.numel):
@@ -86,7 +88,7 @@ def _check_alike(packed: Packed, group: Group, places: list[_Place], terms: str)
 
 
 def _share(group: Group, donor: int, state: State | None) -> State:
-    """Return the donor's centre and what belongs to it, on every member."""
+    """Return the donor's centre and its portable state, on every member."""
     payload = None
     if group.index == donor:
         assert state is not None, "a donor knows the centre"
