@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ganglion.decide.shapes import ConvShape
+from ganglion.decide.simulator.averaging.methods import METHODS
 from ganglion.decide.simulator.averaging.result import (
     EXCHANGE,
     GATHER,
@@ -26,7 +27,6 @@ from ganglion.decide.simulator.averaging.result import (
     WRITE,
     AveragingEvent,
 )
-from ganglion.decide.simulator.averaging.simulate import METHODS
 from ganglion.execute.averaging.methods.method import elastic_force
 from ganglion.execute.averaging.methods.packed import Packed
 from ganglion.execute.averaging.served.rules import Additive, Elastic

@@ -33,8 +33,9 @@ from benchmarks.averaging.training import MOMENTUM, make_model
 from benchmarks.averaging.wall_server import OwnServer, ServerJob, launch_environment
 from benchmarks.harness import Contestant, Figures, measure_figures, spread
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
+from ganglion.decide.simulator.averaging.methods import METHODS
 from ganglion.decide.simulator.averaging.result import COMMUNICATION, AveragingSimulation
-from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
+from ganglion.decide.simulator.averaging.simulate import simulate_averaging
 from ganglion.decide.topology import Mesh
 from ganglion.execute.averaging.average import ElasticAverage
 from ganglion.execute.averaging.methods.hogwild import HogwildEasgd, HogwildSgd

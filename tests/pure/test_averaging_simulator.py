@@ -24,6 +24,7 @@ from ganglion.decide.simulator.averaging.costs import (
     tree_s,
     two_level_s,
 )
+from ganglion.decide.simulator.averaging.methods import METHODS, ORDERED, SERVED, TOGETHER
 from ganglion.decide.simulator.averaging.plan import average_plan, worker_disturbances
 from ganglion.decide.simulator.averaging.result import (
     EXCHANGE,
@@ -36,10 +37,6 @@ from ganglion.decide.simulator.averaging.result import (
     AveragingSimulation,
 )
 from ganglion.decide.simulator.averaging.simulate import (
-    METHODS,
-    ORDERED,
-    SERVED,
-    TOGETHER,
     calibrated,
     efficiency,
     simulate_averaging,

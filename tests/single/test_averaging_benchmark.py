@@ -16,7 +16,8 @@ import torch
 from benchmarks.averaging import training
 from ganglion.decide.simulator.averaging import result as averaging_result
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice, jittered
-from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
+from ganglion.decide.simulator.averaging.methods import METHODS
+from ganglion.decide.simulator.averaging.simulate import simulate_averaging
 from ganglion.execute.averaging.methods import metrics
 from tests.support.command import python
 

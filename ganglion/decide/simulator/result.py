@@ -32,6 +32,10 @@ _KINDS = {
     REDUCE: "reduce",
     UPDATE: "update",
 }
+_MESSAGE_KINDS = {
+    FORWARD: ("send_forward", "receive_forward"),
+    BACKWARD: ("send_backward", "receive_backward"),
+}
 
 
 # A `sim_rank` counts the simulated ranks, replica by replica.
@@ -138,40 +142,20 @@ def _message_events(
 ) -> tuple[Event, Event]:
     message, num_bytes, source, target, start_s, sent_s, arrival_s = row
     kind, stage, microbatch, version = message
-    sender = stage - 1 if kind == FORWARD else stage + 1
     sent, received = _MESSAGE_KINDS[kind]
-    what = (steps[microbatch], microbatch, version, num_bytes, flow)
-    return (
-        _message_event(ranks[source], sent, start_s, sent_s, sender, what),
-        _message_event(ranks[target], received, sent_s, arrival_s, stage, what),
-    )
-
-
-_MESSAGE_KINDS = {
-    FORWARD: ("send_forward", "receive_forward"),
-    BACKWARD: ("send_backward", "receive_backward"),
-}
-
-
-def _message_event(
-    rank: int,
-    kind: str,
-    start_s: float,
-    end_s: float,
-    stage: int,
-    what: tuple[int, int, int, int, int],
-) -> Event:
-    step, microbatch, version, num_bytes, flow = what
-    return Event(
-        rank=rank,
+    send = Event(
+        rank=ranks[source],
         lane=COMM,
-        kind=kind,
+        kind=sent,
         start_s=start_s,
-        end_s=end_s,
-        step=step,
-        stage=stage,
+        end_s=sent_s,
+        step=steps[microbatch],
+        stage=stage - 1 if kind == FORWARD else stage + 1,
         microbatch=microbatch,
         version=version,
         bytes=num_bytes,
         flow=flow,
+    )
+    return send, send._replace(
+        rank=ranks[target], kind=received, start_s=sent_s, end_s=arrival_s, stage=stage
     )

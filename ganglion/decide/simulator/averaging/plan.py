@@ -26,8 +26,9 @@ from ganglion.decide.plan import (
     Plan,
 )
 from ganglion.decide.simulator.averaging.costs import RING, AveragingCosts, MessagePrice, jittered
+from ganglion.decide.simulator.averaging.methods import METHODS
 from ganglion.decide.simulator.averaging.result import AveragingSimulation
-from ganglion.decide.simulator.averaging.simulate import METHODS, simulate_averaging
+from ganglion.decide.simulator.averaging.simulate import simulate_averaging
 from ganglion.decide.simulator.options import Disturbance
 from ganglion.errors import ConfigError
 

@@ -16,6 +16,7 @@ from ganglion.decide.schedules.exchanges import (
     ServedCenter,
 )
 from ganglion.decide.simulator.averaging.costs import AveragingCosts
+from ganglion.decide.simulator.averaging.methods import AveragingMethod
 from ganglion.decide.simulator.averaging.result import (
     READ,
     STEP,
@@ -56,11 +57,9 @@ class _Center:
 class RoundRobin:
     """Original EASGD: one worker at a time, by number; watches the host."""
 
-    def __init__(
-        self, costs: AveragingCosts, num_workers: int, is_packed: bool, overlaps: bool
-    ) -> None:
-        self._costs, self._overlaps = costs, overlaps
-        self._weights_s = costs.weights_s(is_packed)
+    def __init__(self, method: AveragingMethod, costs: AveragingCosts, num_workers: int) -> None:
+        self._costs, self._overlaps = costs, method.overlaps
+        self._weights_s = costs.weights_s(method.is_packed)
         self._center = _Center(num_workers, ROUND_ROBIN)
         self._free_s = [0.0] * num_workers
         self._seen = [0] * num_workers
@@ -105,20 +104,12 @@ class Served:
     """Async and Hogwild methods: every worker at its own pace; watches worker 0."""
 
     def __init__(
-        self,
-        costs: AveragingCosts,
-        num_workers: int,
-        tau: int = 1,
-        *,
-        is_packed: bool,
-        is_elastic: bool,
-        has_lock: bool,
-        overlaps: bool,
+        self, method: AveragingMethod, costs: AveragingCosts, num_workers: int, tau: int
     ) -> None:
         """Begin at time 0; a worker exchanges in one of `tau` steps."""
-        self._tau, self._overlaps = tau, overlaps
-        self._costs, self._is_elastic, self._has_lock = costs, is_elastic, has_lock
-        self._weights_s = costs.weights_s(is_packed)
+        self._costs, self._tau, self._overlaps = costs, tau, method.overlaps
+        self._is_elastic, self._has_lock = method.is_elastic, method.has_lock
+        self._weights_s = costs.weights_s(method.is_packed)
         self._center = _Center(num_workers, FIRST_COME)
         self._books = Books()
         self._agenda: list[tuple[float, int, str, int]] = []

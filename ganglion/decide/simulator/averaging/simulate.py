@@ -12,52 +12,14 @@ from its message to the reply; without the lock, every worker has a handler of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ganglion.decide.simulator.averaging.costs import AveragingCosts, MessagePrice
+from ganglion.decide.simulator.averaging.methods import METHODS, ORDERED, TOGETHER, AveragingMethod
 from ganglion.decide.simulator.averaging.result import AveragingSimulation
 from ganglion.decide.simulator.averaging.served import RoundRobin, Served
 from ganglion.decide.simulator.averaging.sync import Synchronous
 from ganglion.errors import ConfigError
-
-ORDERED, SERVED, TOGETHER = "ordered", "served", "together"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AveragingMethod:
-    """How a method exchanges; `order` is ORDERED, SERVED or TOGETHER."""
-
-    order: str
-    is_elastic: bool = True
-    has_momentum: bool = False
-    has_lock: bool = True
-    overlaps: bool = False
-    is_packed: bool = True
-    center_on_host: bool = True
-
-
-METHODS: Mapping[str, AveragingMethod] = {
-    "original_easgd_no_overlap": AveragingMethod(order=ORDERED, is_packed=False),
-    "original_easgd": AveragingMethod(order=ORDERED, is_packed=False, overlaps=True),
-    "async_sgd": AveragingMethod(order=SERVED, is_elastic=False),
-    "async_msgd": AveragingMethod(order=SERVED, is_elastic=False, has_momentum=True),
-    "hogwild_sgd": AveragingMethod(order=SERVED, is_elastic=False, has_lock=False),
-    "async_easgd": AveragingMethod(order=SERVED, overlaps=True),
-    "async_measgd": AveragingMethod(order=SERVED, overlaps=True, has_momentum=True),
-    "hogwild_easgd": AveragingMethod(order=SERVED, overlaps=True, has_lock=False),
-    "sync_sgd": AveragingMethod(order=TOGETHER, is_elastic=False, center_on_host=False),
-    "sync_easgd_1": AveragingMethod(order=TOGETHER),
-    "sync_easgd_2": AveragingMethod(order=TOGETHER, center_on_host=False),
-    "sync_easgd_3": AveragingMethod(order=TOGETHER, center_on_host=False, overlaps=True),
-    "sync_measgd_3": AveragingMethod(
-        order=TOGETHER, center_on_host=False, overlaps=True, has_momentum=True
-    ),
-}
-"""The methods of the paper by name, and Sync EASGD 3 with the momentum of Async MEASGD.
-
-Only the original sends layer by layer.
-"""
 
 
 def simulate_averaging(
@@ -77,31 +39,15 @@ def simulate_averaging(
     pass; gradients are sent after their pass in any case.
     """
     method = _checked(name, num_workers, num_batches, tau)
-    packed = method.is_packed if is_packed is None else is_packed
-    beside = method.is_elastic and (method.overlaps if overlaps is None else overlaps)
-    if method.order == TOGETHER:
-        together = Synchronous(
-            costs,
-            num_workers,
-            tau,
-            is_packed=packed,
-            is_elastic=method.is_elastic,
-            overlaps=beside,
-            center_on_host=method.center_on_host,
-        )
-        return together.run(name, num_batches)
+    if is_packed is not None:
+        method = replace(method, is_packed=is_packed)
+    if overlaps is not None:
+        method = replace(method, overlaps=overlaps and method.is_elastic)
     if method.order == ORDERED:
-        return RoundRobin(costs, num_workers, packed, beside).run(name, num_batches)
-    served = Served(
-        costs,
-        num_workers,
-        tau,
-        is_packed=packed,
-        is_elastic=method.is_elastic,
-        has_lock=method.has_lock,
-        overlaps=beside,
-    )
-    return served.run(name, num_batches)
+        return RoundRobin(method, costs, num_workers).run(name, num_batches)
+    if method.order == TOGETHER:
+        return Synchronous(method, costs, num_workers, tau).run(name, num_batches)
+    return Served(method, costs, num_workers, tau).run(name, num_batches)
 
 
 def _checked(name: str, num_workers: int, num_batches: int, tau: int) -> AveragingMethod:

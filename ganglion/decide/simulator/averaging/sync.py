@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ganglion.decide.schedules.exchanges import SyncExchange
 from ganglion.decide.simulator.averaging.costs import AveragingCosts
+from ganglion.decide.simulator.averaging.methods import AveragingMethod
 from ganglion.decide.simulator.averaging.result import (
     EVERYONE,
     GATHER,
@@ -23,25 +24,17 @@ class Synchronous:
     """Drives SyncExchange; watches worker 0, which holds the centre unless the host does."""
 
     def __init__(
-        self,
-        costs: AveragingCosts,
-        num_workers: int,
-        tau: int,
-        *,
-        is_packed: bool,
-        is_elastic: bool,
-        overlaps: bool,
-        center_on_host: bool,
+        self, method: AveragingMethod, costs: AveragingCosts, num_workers: int, tau: int
     ) -> None:
-        self._costs, self._overlaps = costs, overlaps
-        self._is_elastic, self._on_host = is_elastic, center_on_host
+        self._costs, self._overlaps = costs, method.overlaps
+        self._is_elastic, self._on_host = method.is_elastic, method.center_on_host
         self._turns = SyncExchange(range(num_workers), tau=tau)
         self._free_s = [0.0] * num_workers  # when each worker has done its last update
         self._books = Books()
         self._data_s = num_workers * costs.data_s()  # the host copies one batch after the other
-        link = costs.host_link if center_on_host else costs.device_link
-        num_ranks = num_workers + center_on_host  # a host is one more node of the tree
-        self._comm_s = costs.reduction_s(num_ranks, link, is_packed)
+        link = costs.host_link if self._on_host else costs.device_link
+        num_ranks = num_workers + self._on_host  # a host is one more node of the tree
+        self._comm_s = costs.reduction_s(num_ranks, link, method.is_packed)
 
     def run(self, name: str, num_batches: int) -> AveragingSimulation:
         """Return the simulation in which every worker takes the same number of steps."""
