@@ -431,10 +431,10 @@ def full_disk(*args: object) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "tensor_file.write_durably",
+        "storage.write_durably",
         "writing.write_durably",
         "writing.write_tensors",
-        "manifest.write_durably",
+        "layout.write_durably",
         "writing.sync_folder",
         "writing.publish",
     ],

@@ -1,7 +1,7 @@
-"""Saved state: tensors in safetensors shards, everything else in JSON, nothing in pickles.
+"""Checkpoints: tensors in safetensors shards, everything else in JSON, nothing in pickles.
 
-What moves tensors is loaded on first use: torch's checkpoint library takes a second to import, and
-who only looks for the newest checkpoint should not wait for it.
+Modules that move tensors are loaded on first use: torch's checkpoint library takes a second to
+import, which finding the newest checkpoint should not cost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         optimizer_pieces,
         optimizer_record,
         optimizer_scalars,
-        optimizer_settings,
         optimizer_tensors,
         prepare_optimizers,
     )
@@ -64,7 +63,6 @@ __all__ = [
     "optimizer_pieces",
     "optimizer_record",
     "optimizer_scalars",
-    "optimizer_settings",
     "optimizer_tensors",
     "prepare_optimizers",
     "prune",
@@ -75,30 +73,23 @@ __all__ = [
     "step_of",
 ]
 
-_HOME = {
-    "formula": "differences",
-    "compare_folders": "differences",
-    "TrainingNumbers": "differences",
-    "Difference": "differences",
-    "Piece": "pieces",
-    "RankPlacements": "pieces",
-    "Ranks": "writing",
-    "Saveable": "pieces",
-    "TensorSpec": "storage",
-    "changed_settings": "optimizer",
-    "check_state_shapes": "optimizer",
-    "gather_whole": "pieces",
-    "load": "reading",
-    "load_exported": "reading",
-    "optimizer_pieces": "optimizer",
-    "optimizer_record": "optimizer",
-    "optimizer_scalars": "optimizer",
-    "optimizer_settings": "optimizer",
-    "optimizer_tensors": "optimizer",
-    "prepare_optimizers": "optimizer",
-    "read_specs": "reading",
-    "read_state": "reading",
-    "save": "writing",
+_MODULES = {
+    "differences": ("Difference", "TrainingNumbers", "compare_folders", "formula"),
+    "optimizer": (
+        "changed_settings",
+        "check_state_shapes",
+        "optimizer_pieces",
+        "optimizer_record",
+        "optimizer_scalars",
+        "optimizer_tensors",
+        "prepare_optimizers",
+    ),
+    "pieces": ("Piece", "RankPlacements", "Saveable", "gather_whole"),
+    "reading": ("load", "load_exported", "read_specs", "read_state"),
+    "storage": ("TensorSpec",),
+    "writing": ("Ranks", "save"),
 }
 
-__getattr__ = lazy_names(__name__, _HOME)
+__getattr__ = lazy_names(
+    __name__, {name: module for module, names in _MODULES.items() for name in names}
+)

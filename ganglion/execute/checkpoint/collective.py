@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint as this package calls it: tensors only, quiet, with our errors.
+"""Calls of torch.distributed.checkpoint (DCP): tensors only, without its warnings, with our errors.
 
-DCP gathers what any rank raised and raises it on all of them, so every rank leaves a failed call
-at the same point. Its exception is a BaseException around pickled ones; ours is one sentence.
+DCP gathers the exception of any rank and raises it on all of them, so every rank leaves a failed
+call at the same point. Its exception is a BaseException around pickled ones; ours is one sentence.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class TensorSavePlanner(DefaultSavePlanner):
-    """Deals tensors and boxes of pieces to ranks, each once; refuses what DCP would pickle."""
+    """Assigns tensors and boxes of pieces to ranks, each once; refuses values DCP would pickle."""
 
     def __init__(self) -> None:
         """Plan over a flat mapping of names."""
@@ -82,7 +82,7 @@ class TensorSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Let one rank write what several hold; refuse a tensor that nobody holds all of."""
+        """Let one rank write what several hold; refuse a tensor that the ranks hold in part."""
         _check_complete(all_plans)
         return super().create_global_plan(all_plans)
 
@@ -100,7 +100,7 @@ class TensorSavePlanner(DefaultSavePlanner):
 
 
 class TensorLoadPlanner(DefaultLoadPlanner):
-    """Plans reads into tensors and boxes of pieces; refuses what DCP would unpickle."""
+    """Plans reads into tensors and boxes of pieces; refuses values DCP would unpickle."""
 
     def __init__(self) -> None:
         """Plan over a flat mapping of names."""
@@ -112,13 +112,13 @@ class TensorLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the mapping as it is; the base class would put None in the place of pieces."""
+        """Take the mapping as it is; the base class would replace pieces by None."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read what this rank holds, from whatever layout it was saved in."""
+        """Plan to read this rank's tensors, from any layout they were saved in."""
         assert self.metadata is not None
         whole, pieces = _apart(self.state_dict)
         items = list(create_default_local_load_plan(whole, self.metadata).items)
@@ -136,14 +136,14 @@ class TensorLoadPlanner(DefaultLoadPlanner):
         return super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse: no file of ours holds pickled bytes."""
+        """Refuse, because our files hold no pickled bytes."""
         raise CheckpointError(f"{read_item.dest_index.fqn} is not stored as a tensor")
 
 
 def save_shards(
     tensors: Mapping[str, Saveable], writer: ShardWriter, process_group: dist.ProcessGroup | None
 ) -> None:
-    """Write all ranks' tensors; collective. Fails on every rank if it fails on one."""
+    """Write the tensors of all ranks; collective. Fail on every rank if one fails."""
     with _our_errors(process_group):
         state_dict_saver.save(
             dict(tensors),
@@ -157,7 +157,7 @@ def save_shards(
 def load_shards(
     tensors: Mapping[str, Saveable], reader: ShardReader, process_group: dist.ProcessGroup | None
 ) -> None:
-    """Fill all ranks' tensors in place; collective. Fails on every rank if it fails on one."""
+    """Fill the tensors of all ranks in place; collective. Fail on every rank if one fails."""
     with _our_errors(process_group):
         state_dict_loader.load(
             dict(tensors),
@@ -169,7 +169,7 @@ def load_shards(
 
 
 def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:
-    """Return every rank's value in rank order; collective."""
+    """Return the values of all ranks in rank order; collective."""
     if process_group is None:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(process_group)
@@ -179,7 +179,7 @@ def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:
 
 
 def _apart(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Piece]]:
-    """Return what DCP can plan for itself, and the pieces."""
+    """Return the values that DCP can plan itself, and the pieces."""
     pieces = {name: value for name, value in values.items() if isinstance(value, Piece)}
     return {name: value for name, value in values.items() if name not in pieces}, pieces
 
@@ -202,7 +202,7 @@ def _write_items(name: str, piece: Piece) -> list[WriteItem]:
 
 
 def _check_complete(plans: Sequence[SavePlan]) -> None:
-    """Refuse what DCP lets pass if one rank saves alone: a tensor with holes."""
+    """Refuse a tensor with holes, which DCP accepts if one rank saves alone."""
     held: Counter[str] = Counter()
     wanted: dict[str, int] = {}
     for item in {item.index: item for plan in plans for item in plan.items}.values():
@@ -220,14 +220,14 @@ def _check_complete(plans: Sequence[SavePlan]) -> None:
 @contextmanager
 def _our_errors(process_group: dist.ProcessGroup | None) -> Iterator[None]:
     with warnings.catch_warnings():
-        # DCP warns that it works without torch.distributed, which is what was asked for.
+        # DCP warns that it works without torch.distributed, which is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:
             raise _first_failure(error, process_group) from error
         except RuntimeError as error:
-            # Errors of the ranks' own work arrive as the exception above: this is the exchange.
+            # Errors of the ranks' own work arrive as the exception above.
             if process_group is None:
                 raise
             raise PeerLost(

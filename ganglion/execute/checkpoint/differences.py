@@ -1,8 +1,8 @@
-"""How far two short trainings ended from each other: losses, gradient norms and every parameter.
+"""Compare the losses, gradient norms and parameters of two short trainings.
 
     |found - wanted| <= tolerance * (|wanted| + 0.01)
 
-The constant is the size of a small weight: a parameter near zero may be off by as much as that.
+The constant is the size of a small weight, for parameters near zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL_WEIGHT = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest difference of a tensor, and the largest in units of what is allowed."""
+    """The largest difference of a tensor, and the largest relative to the tolerance."""
 
     name: str
     largest: float
@@ -33,35 +33,35 @@ class Difference:
 
     @property
     def is_small(self) -> bool:
-        """Whether every number is within the tolerance; one that is not a number never is."""
+        """Whether every value is within the tolerance; NaN never is."""
         return self.of_tolerance <= 1
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingNumbers:
-    """What a training said of itself: numbers of its steps, and the names of all parameters."""
+    """Losses and gradient norms of the steps of a training, and the names of its parameters."""
 
     losses: list[float]
     grad_norms: list[float]
     parameters: list[str]
 
     def write(self, folder: Path) -> None:
-        """Leave it in the folder of the training."""
+        """Write them to the folder of the training."""
         (folder / NUMBERS_FILE).write_text(json.dumps(asdict(self)), "utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> TrainingNumbers:
-        """Find it there."""
+        """Read them from the folder of a training."""
         return cls(**json.loads((folder / NUMBERS_FILE).read_text(encoding="utf-8")))
 
 
 def formula(tolerance: float) -> str:
-    """Return the tolerance as it is told to a user."""
+    """Return the tolerance as shown to a user."""
     return f"{tolerance:g} * (|value| + {SMALL_WEIGHT:g})"
 
 
 def compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Difference:
-    """Compare two tensors, number by number."""
+    """Compare two tensors element by element."""
     if found.shape != wanted.shape:
         return Difference(name, math.inf, math.inf)
     if not wanted.numel():
@@ -72,7 +72,7 @@ def compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Diffe
 
 
 def compare_folders(found: Path, wanted: Path, tolerance: float) -> list[Difference]:
-    """Compare the trainings in two folders, parameters in the order of the model."""
+    """Compare the trainings in two folders; parameters come in the order of the model."""
     told, expected = TrainingNumbers.read(found), TrainingNumbers.read(wanted)
     numbers = {
         "loss": (told.losses, expected.losses),

@@ -1,4 +1,4 @@
-"""Files that are on the disk, and known by checksum, when the call that wrote them returns."""
+"""Write files to the disk with fsync and checksum, and explain errors of the file system."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must measure: its length and the CRC-32 of its bytes."""
+    """The length of a file and the CRC-32 of its bytes."""
 
     num_bytes: int
     crc32: int
 
 
 def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file from flat chunks of bytes, push it to the disk and return its record."""
+    """Write a new file from flat chunks of bytes, fsync it and return its record."""
     num_bytes = crc32 = 0
     with path.open("wb") as file:
         for chunk in chunks:
@@ -40,7 +40,7 @@ def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecor
 
 
 def measure(path: Path) -> FileRecord:
-    """Return the record of a file as it is now, reading all of it."""
+    """Return the record of a file, reading all of it."""
     num_bytes = crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):
@@ -50,7 +50,7 @@ def measure(path: Path) -> FileRecord:
 
 
 def sync_folder(path: Path) -> None:
-    """Push the names in a folder to the disk: without this a rename may not survive a crash."""
+    """Fsync a folder: without this a rename may not survive a crash."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -60,7 +60,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
-    """Turn the system's refusal to `action` (a verb) `path` into a CheckpointError."""
+    """Turn an OSError inside into a CheckpointError: cannot `action` (a verb) `path`."""
     try:
         yield
     except OSError as error:
@@ -70,13 +70,10 @@ def explained(action: str, path: Path) -> Iterator[None]:
 
 def _remedy(error: OSError, path: Path) -> str:
     if error.errno in _FULL:
+        existing = next((folder for folder in path.parents if folder.exists()), Path())
+        free = format_bytes(shutil.disk_usage(existing).free)
         return (
-            f" ({_free(path)} free there); free some space, lower checkpoint.keep, or set "
-            f"output.dir to a folder on another disk"
+            f" ({free} free there); free some space, lower checkpoint.keep, or set output.dir to a "
+            f"folder on another disk"
         )
     return "; check that the folder exists and is yours to change, or set output.dir to another one"
-
-
-def _free(path: Path) -> str:
-    existing = next((folder for folder in path.parents if folder.exists()), Path())
-    return format_bytes(shutil.disk_usage(existing).free)

@@ -47,14 +47,14 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Return the step that a checkpoint folder's name tells."""
+    """Return the step in the name of a checkpoint folder."""
     match = _NAME.fullmatch(path.name)
     assert match, f"{path} is not named like a checkpoint"
     return int(match[1])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints of a folder by rising step; none if there is no folder."""
+    """Return the complete checkpoints of a folder by step; none if there is no folder."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -62,12 +62,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the whole checkpoint of the highest step, or None."""
+    """Return the complete checkpoint of the highest step, or None."""
     return next(reversed(list_checkpoints(folder)), None)
 
 
 def previous_checkpoint(path: Path) -> Path | None:
-    """Return the newest whole checkpoint beside `path` that is older than it, or None."""
+    """Return the newest complete checkpoint beside `path` that is older than it, or None."""
     if not _NAME.fullmatch(path.name):
         return None
     older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
@@ -75,14 +75,14 @@ def previous_checkpoint(path: Path) -> Path | None:
 
 
 def incomplete(path: Path) -> Path:
-    """Return where a checkpoint is while it is written."""
+    """Return the folder of a checkpoint while it is written."""
     return path.with_name(path.name + INCOMPLETE)
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Clear away what interrupted saves left; bring back a replaced checkpoint without successor.
+    """Remove the remains of interrupted saves; restore a replaced checkpoint without successor.
 
-    For one rank, and never while a save is under way.
+    Call it on one rank, and never during a save.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         final = path.with_name(path.stem)
@@ -96,7 +96,7 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int, *, spare: Path | None = None) -> None:
-    """Delete all but the `keep` newest whole checkpoints; `spare` is never deleted."""
+    """Delete all but the `keep` newest complete checkpoints; `spare` is never deleted."""
     assert keep >= 1, keep
     for path in list_checkpoints(folder)[:-keep]:
         if path != spare:
@@ -104,7 +104,7 @@ def prune(folder: Path, keep: int, *, spare: Path | None = None) -> None:
 
 
 def publish(unfinished: Path, final: Path) -> None:
-    """Give a finished checkpoint its final name; one of that name goes only when it is replaced."""
+    """Give a finished checkpoint its final name, then delete an older one of that name."""
     old = final.with_name(final.name + REPLACED)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -121,7 +121,7 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint so that no half of it ever has a final name."""
+    """Delete a checkpoint; a half-deleted one never has a final name."""
     doomed = incomplete(path)
     with explained("delete", path):
         shutil.rmtree(doomed, ignore_errors=True)
@@ -140,7 +140,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, FileRecord]:
-    """Read the records of a checkpoint's files; they are not compared with the files yet."""
+    """Return the records of a checkpoint's files, without checking the files."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {path}; check the path")
     if not (path / MANIFEST).is_file():
@@ -160,7 +160,7 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
 
 
 def check_size(path: Path, name: str, record: FileRecord) -> None:
-    """Refuse a file that is missing or has another length; reads nothing."""
+    """Refuse a file that is missing or has another length; its content is not read."""
     if not (path / name).is_file():
         raise damaged(path, f"{name} is missing")
     num_bytes = (path / name).stat().st_size
@@ -169,7 +169,7 @@ def check_size(path: Path, name: str, record: FileRecord) -> None:
 
 
 def check_content(path: Path, name: str, record: FileRecord) -> None:
-    """Refuse a file that is missing or whose bytes have changed; reads all of it."""
+    """Refuse a file that is missing or whose bytes have changed; all of it is read."""
     check_size(path, name, record)
     with explained("read", path / name):
         crc32 = measure(path / name).crc32
@@ -178,7 +178,7 @@ def check_content(path: Path, name: str, record: FileRecord) -> None:
 
 
 def shard_files(path: Path, files: Mapping[str, FileRecord]) -> list[Path]:
-    """Return the listed shard files; refuse a folder with others, whose origin is unknown."""
+    """Return the listed shard files; refuse a folder with unlisted ones."""
     listed = [path / name for name in files if name.startswith(f"{SHARDS}/")]
     present = (path / SHARDS).iterdir() if (path / SHARDS).is_dir() else ()
     for other in sorted(set(present) - set(listed)):
@@ -187,7 +187,7 @@ def shard_files(path: Path, files: Mapping[str, FileRecord]) -> list[Path]:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """Return the error for a checkpoint that cannot be trusted, with what is left to resume."""
+    """Return the error for a damaged checkpoint, with the one to resume from instead."""
     previous = previous_checkpoint(path)
     remedy = (
         f"delete that folder to resume from {previous.name}"

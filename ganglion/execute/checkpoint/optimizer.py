@@ -1,14 +1,13 @@
-"""Optimizer state without layout: every entry under the name of its parameter, never a position.
+"""Optimizer state independent of layout: every entry under the name of its parameter.
 
     optimizer.exp_avg.layers.0.mlp.up.weight      a tensor like the others, in the shards
     groups, and entries that are plain numbers    in state.json
 
-To resume, `prepare_optimizers` makes exactly the entries the checkpoint holds, so that `load` can
-fill them. No step is taken: a step, even one with zero gradients and learning rate, may decay
-weights and count itself.
+To resume, `prepare_optimizers` makes exactly the entries of the checkpoint, so that `load` can fill
+them. No step is taken: even with zero gradients and learning rate it may decay weights and counts.
 
-The state of a split parameter is split like it; entries of one number, as a count of steps, are
-the same on all ranks.
+The state of a split parameter is split like it; entries of one number, such as a count of steps,
+are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _NOT_SETTINGS = ("params", "param_names")
 
 
 def optimizer_tensors(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return the state tensors themselves, not copies, as `optimizer.ENTRY.PARAMETER`."""
+    """Return the state tensors, without copies, as `optimizer.ENTRY.PARAMETER`."""
     return {key: value for key, _, _, value in _tensor_entries(optimizers)}
 
 
 def optimizer_pieces(
     optimizers: Sequence[Optimizer], places: RankPlacements, owner: str = ""
 ) -> dict[str, Saveable]:
-    """Return the same with where they belong: what is shaped like its parameter is cut like it.
+    """Return the state tensors as pieces: those shaped like their parameter are cut like it.
 
-    `owner` comes before the names: that of a worker whose state is its own.
+    `owner` is a prefix of the names, for a worker with state of its own.
     """
     return {
         owner + key: places.piece(name, value) if value.shape == parameter.shape else value
@@ -51,7 +50,7 @@ def optimizer_pieces(
 
 
 def check_state_shapes(optimizers: Sequence[Optimizer], places: RankPlacements) -> None:
-    """Refuse state of split parameters whose place in the whole is not known."""
+    """Refuse state of split parameters whose position in the whole is unknown."""
     for key, name, parameter, value in _tensor_entries(optimizers):
         if places.is_cut(name) and value.shape != parameter.shape and value.numel() > 1:
             raise CheckpointError(
@@ -92,12 +91,12 @@ def optimizer_settings(optimizers: Sequence[Optimizer]) -> list[dict[str, JSON]]
 
 
 def optimizer_record(optimizers: Sequence[Optimizer]) -> dict[str, JSON]:
-    """Return what `SavedState.optimizer` holds: the groups, and the scalar entries."""
+    """Return the groups and the scalar entries, for `SavedState.optimizer`."""
     return {"groups": optimizer_settings(optimizers), "scalars": optimizer_scalars(optimizers)}
 
 
 def in_memory(name: str, entry: str) -> Tensor | None:
-    """Say that state lives where torch's optimizers would keep it."""
+    """Return None: state lives where torch's optimizers keep it."""
     return None
 
 
@@ -111,10 +110,10 @@ def prepare_optimizers(
     """Give each parameter the state entries the checkpoint has for it, tensors as zeros.
 
     Scalar entries get their saved values; tensors get theirs when `load` fills
-    `optimizer_tensors(optimizers)`. `places` tell which parameters are pieces, `owner` what comes
-    before the names. `room(parameter, entry)` gives the tensor of an entry that is shaped like its
-    parameter and must not be made in memory. Weights and hyper-parameters are not touched. Refuses
-    a parameter that another kind of optimizer was saved for.
+    `optimizer_tensors(optimizers)`. `places` gives the placements of split parameters, `owner` a
+    prefix of names. `room(parameter, entry)` returns the tensor of an entry that is shaped like its
+    parameter and must not be made in memory. Weights and hyper-parameters do not change. Refuse a
+    parameter whose saved state is of another kind of optimizer.
     """
     record = read_state(path).optimizer
     _check_kinds(optimizers, record, path)
@@ -145,21 +144,18 @@ def prepare_optimizers(
 def changed_settings(optimizers: Sequence[Optimizer], record: Mapping[str, JSON]) -> list[str]:
     """Return one line for each hyper-parameter that differs from a saved record.
 
-    For information: the run file decides, so the current value is the one in force.
+    For information only: the run file decides, so the current value is used.
     """
     saved = cast(Sequence[Mapping[str, Any]], record.get("groups", ()))
     lines = []
     for now, then in zip(optimizer_settings(optimizers), saved, strict=False):
         current, before = cast(Mapping[str, JSON], now["settings"]), then["settings"]
-        for key in sorted((set(current) & set(before)) - _moving(current)):
+        # Where the base rate is known, the rate itself changes at every step.
+        moving = {"lr"} if "initial_lr" in current else set()
+        for key in sorted((set(current) & set(before)) - moving):
             if current[key] != before[key]:
                 lines.append(f"{now['kind']} {key}: {before[key]} -> {current[key]}")
     return lines
-
-
-def _moving(settings: Mapping[str, JSON]) -> set[str]:
-    """Name what changes at every step by itself: the rate, where the base rate is known."""
-    return {"lr"} if "initial_lr" in settings else set()
 
 
 def _check_kinds(optimizers: Sequence[Optimizer], record: Mapping[str, JSON], path: Path) -> None:
@@ -181,7 +177,7 @@ def _zeros(
     entry: str,
     spec: TensorSpec,
 ) -> Tensor:
-    """Make one empty state tensor where torch's optimizers would keep it."""
+    """Return a zero state tensor where torch's optimizers would keep it."""
     if entry == "step":
         # torch keeps step counts on the host unless the update itself runs on the device.
         on_device = group.get("capturable") or group.get("fused")

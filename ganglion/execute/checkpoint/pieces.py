@@ -26,7 +26,7 @@ from ganglion.execute.comm import Group, broadcast_text
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What this rank holds of a tensor whose whole has `shape`; the boxes fill `tensor`."""
+    """This rank's part of a tensor whose whole has `shape`; the boxes fill `tensor`."""
 
     tensor: Tensor
     shape: tuple[int, ...]
@@ -50,12 +50,12 @@ class Piece:
         return self.tensor.dtype
 
     def part(self, box: Box) -> Tensor:
-        """Return the region of this rank's tensor that a box describes, not a copy."""
+        """Return the region of this rank's tensor that a box describes, as a view."""
         return self.tensor.detach()[box.in_piece]
 
     def part_at(self, start: Sequence[int] | None) -> Tensor:
         """Return the region of the box that begins at `start` in the whole."""
-        assert start is not None, "regions of a piece are told apart by where they begin"
+        assert start is not None, "regions of a piece are identified by their start"
         return self.part(next(box for box in self.boxes if box.start == tuple(start)))
 
 
@@ -64,14 +64,14 @@ Saveable = Tensor | Piece
 
 @dataclass(frozen=True, slots=True)
 class RankPlacements:
-    """Which part of each parameter this rank holds; a name without a placement is held whole."""
+    """The placements of this rank's parameters; a parameter without one is held whole."""
 
     placements: Mapping[str, Placement]
     mesh: Mesh
     coordinates: Coordinates
 
     def piece(self, name: str, tensor: Tensor) -> Saveable:
-        """Return a tensor that is cut like the parameter of that name, with where it belongs."""
+        """Return the piece that `tensor` is, cut like the parameter of that name."""
         placement = self.placements.get(name)
         if placement is None or not self.is_cut(name):
             return tensor
@@ -79,7 +79,7 @@ class RankPlacements:
         return Piece(tensor, placement.shape, tuple(boxes))
 
     def is_cut(self, name: str) -> bool:
-        """Say whether this rank holds less than all of a parameter."""
+        """Return whether this rank holds less than all of a parameter."""
         placement = self.placements.get(name)
         return placement is not None and placement.local_shape(self.mesh) != placement.shape
 
@@ -90,7 +90,7 @@ class RankPlacements:
 
 
 class _Note(NamedTuple):
-    """What a member tells of one piece."""
+    """The description of one piece that a member sends."""
 
     name: str
     dtype: str
@@ -110,10 +110,10 @@ def gather_whole(
     """
     pieces = {name: Piece.of(value) for name, value in held.items()}
     whole = _Whole()
-    for place, note in _first_holders(pieces, group):
-        piece = pieces[note.name] if group.index == place else None
-        if place > 0:
-            piece = _received(piece, note, group, place, device)
+    for member, note in _first_holders(pieces, group):
+        piece = pieces[note.name] if group.index == member else None
+        if member > 0:
+            piece = _received(piece, note, group, member, device)
         if group.index == 0:
             assert piece is not None
             whole.put(note.name, piece)
@@ -121,7 +121,7 @@ def gather_whole(
 
 
 class _Whole:
-    """Tensors that are being put together."""
+    """Whole tensors that are filled piece by piece."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -145,29 +145,29 @@ class _Whole:
 
 
 def _first_holders(pieces: Mapping[str, Piece], group: Group) -> Iterator[tuple[int, _Note]]:
-    """Yield every different piece with the first member that holds it; the same everywhere."""
+    """Yield every different piece with the first member that holds it; collective."""
     seen: set[tuple[str, tuple[Box, ...]]] = set()
-    for place in range(group.size):
-        told = _told(pieces) if group.index == place else ""
-        for note in _heard(broadcast_text(group, told, place)):
+    for member in range(group.size):
+        mine = _notes_to_json(pieces) if group.index == member else ""
+        for note in _notes_from_json(broadcast_text(group, mine, member)):
             if (note.name, note.boxes) not in seen:
                 seen.add((note.name, note.boxes))
-                yield place, note
+                yield member, note
 
 
 def _received(
-    mine: Piece | None, note: _Note, group: Group, place: int, device: torch.device
+    mine: Piece | None, note: _Note, group: Group, member: int, device: torch.device
 ) -> Piece:
-    """Return the piece of another member, which sends its own."""
+    """Broadcast the piece of one member, and return it."""
     if mine is None:
         buffer = torch.empty(note.shape, dtype=getattr(torch, note.dtype), device=device)
     else:
         buffer = mine.tensor.detach().contiguous()
-    group.broadcast(buffer, place).wait()
+    group.broadcast(buffer, member).wait()
     return Piece(buffer, note.whole_shape, note.boxes)
 
 
-def _told(pieces: Mapping[str, Piece]) -> str:
+def _notes_to_json(pieces: Mapping[str, Piece]) -> str:
     notes = [
         (name, str(p.dtype).removeprefix("torch."), p.shape, tuple(p.tensor.shape), p.boxes)
         for name, p in pieces.items()
@@ -175,7 +175,7 @@ def _told(pieces: Mapping[str, Piece]) -> str:
     return json.dumps(notes)
 
 
-def _heard(text: str) -> Iterator[_Note]:
+def _notes_from_json(text: str) -> Iterator[_Note]:
     for name, dtype, whole_shape, shape, boxes in json.loads(text):
         found = tuple(Box(*(tuple(numbers) for numbers in box)) for box in boxes)
         yield _Note(name, dtype, tuple(whole_shape), tuple(shape), found)

@@ -1,4 +1,4 @@
-"""Loading: find damage and mismatches first, on all ranks alike, and only then touch a tensor."""
+"""Load a checkpoint: all ranks check files and names first, before any tensor changes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def load(
     """Fill `tensors` in place from a checkpoint and return the rest of it; collective.
 
     The ranks together must hold exactly the saved names, each with its saved whole shape and
-    dtype; how it is cut into pieces may differ. Names that begin with one of `leaving` may be left
-    alone. Raises CheckpointError on every rank, before any tensor changes, if a file is missing or
+    dtype; the cut into pieces may differ. Saved names that begin with one of `leaving` may be
+    missing. Raise CheckpointError on every rank, before any tensor changes, if a file is missing or
     altered or the names, shapes or dtypes differ.
     """
     wanted = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
@@ -91,9 +91,9 @@ def _check_listed(path: Path, name: str) -> None:
 def _open(
     path: Path, process_group: dist.ProcessGroup | None
 ) -> tuple[tuple[ShardReader, SavedState] | None, str | None]:
-    """Return the opened checkpoint, or what is wrong with it; the ranks share the checking.
+    """Return the opened checkpoint, or its damage; the ranks share the checking.
 
-    The problem is returned, not raised: the other ranks wait to hear of it.
+    Damage is returned, not raised, because it is exchanged with the other ranks.
     """
     rank = 0 if process_group is None else dist.get_rank(process_group)
     num_ranks = 1 if process_group is None else dist.get_world_size(process_group)

@@ -1,4 +1,4 @@
-"""What a checkpoint knows besides tensors: step, plan, optimizer settings, extra state; JSON."""
+"""The JSON state of a checkpoint: step, plan, optimizer settings, extra state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SavedState:
     extra: Mapping[str, JSON] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the state as JSON text; refuse values that JSON would not give back."""
+        """Return the state as JSON text; refuse values that JSON cannot hold."""
         _check_json(self.optimizer, "optimizer")
         _check_json(self.extra, "extra")
         record = {

@@ -80,7 +80,7 @@ Commit = Callable[[Mapping[str, FileRecord]], None]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a whole tensor, however it is cut."""
+    """Shape and dtype of a whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -94,8 +94,8 @@ class TensorSpec:
 class ShardWriter(StorageWriter):
     """Writes this rank's file; `begin` and `commit` run on the coordinator only.
 
-    Both run inside DCP's own steps, which carry an exception of any rank to all of them: a failure
-    anywhere ends the save everywhere, and nobody is left waiting.
+    Both run inside DCP's own steps, which raise an exception of any rank on all of them, so that no
+    rank is left waiting.
     """
 
     def __init__(self, folder: Path, *, begin: Begin, commit: Commit) -> None:
@@ -108,7 +108,7 @@ class ShardWriter(StorageWriter):
         """Do nothing: a writer serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make room for the files before any rank has a plan to write them."""
+        """Call `begin` before any rank plans to write."""
         if is_coordinator:
             self._begin()
 
@@ -117,14 +117,14 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank the name of its files."""
+        """Assign each rank the name of its files."""
         return [
             dataclasses.replace(plan, storage_data=f"rank-{rank:05d}")
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the planned pieces; a rank that was dealt none writes no file."""
+        """Write the planned pieces; a rank without any writes no file."""
         results: list[WriteResult] = []
         for name, items in _dealt_to_files(plan).items():
             results += self._write(self._folder / name, items, planner)
@@ -141,7 +141,7 @@ class ShardWriter(StorageWriter):
         return [WriteResult(item.index, 0, (path.name, record)) for item in items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Hand the records of all ranks' files to `commit`."""
+        """Pass the records of all ranks' files to `commit`."""
         records = dict(result.storage_data for written in results for result in written)
         with explained("write", self._folder):
             sync_folder(self._folder)
@@ -154,7 +154,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads pieces of whole tensors from the given files, in whatever layout they were written."""
+    """Reads pieces of whole tensors from the given files, written in any layout."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Read the headers of `files`; raise CheckpointError where one cannot be read."""
@@ -189,7 +189,7 @@ class ShardReader(StorageReader):
         """Do nothing: a reader serves one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the headers said."""
+        """Return the content of the headers."""
         return self._metadata
 
     def set_up_storage_reader(
@@ -227,7 +227,7 @@ class ShardReader(StorageReader):
 
 
 def _dealt_to_files(plan: SavePlan) -> dict[str, list[WriteItem]]:
-    """Return the items of each file: the first pieces of all names, the second ones, and so on."""
+    """Return the items by file: the first pieces of all names, the second ones, and so on."""
     seen: Counter[str] = Counter()
     files: dict[str, list[WriteItem]] = {}
     for item in plan.items:
@@ -262,7 +262,7 @@ def _region(file: Any, item: ReadItem) -> Tensor:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn what a broken file raises into a CheckpointError: it must cross ranks as plain text."""
+    """Turn errors of a broken file into a CheckpointError, which is sent to other ranks as text."""
     try:
         with explained("read", path):
             yield

@@ -6,8 +6,7 @@
     rank 0          state.json, model.safetensors, manifest.json, all on the disk
     rank 0      rename to step-N/, drop the oldest
 
-Only the rename makes a checkpoint that can be chosen, so dying anywhere before it loses this
-save and nothing else.
+Only the rename makes a complete checkpoint, so a crash before it loses this save and nothing else.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from ganglion.execute.checkpoint.storage import ShardWriter, write_tensors
 
 
 class Ranks(Protocol):
-    """What saving needs to know of the world."""
+    """The part of a world that saving needs."""
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """The rank of this process."""
 
     @property
     def num_ranks(self) -> int:
-        """How many processes save together."""
+        """The number of processes that save together."""
 
     def barrier(self) -> None:
         """Return when every rank has arrived; raise when one is late past the deadline."""
@@ -64,10 +63,10 @@ def save(
 ) -> Path:
     """Save a checkpoint below `folder` and return its path; collective over all ranks.
 
-    A name that several ranks hold is one tensor: each box of it is written once. `state`,
-    `keep` and `export` (whole tensors for `model.safetensors`) are rank 0's; others may pass
-    None for `export`. Any failure raises CheckpointError on every rank and leaves the earlier
-    checkpoints as they were. `process_group` None: this process is alone.
+    A name that several ranks hold is one tensor: each box of it is written once. `state`, `keep`
+    and `export` (whole tensors for `model.safetensors`) count on rank 0; others may pass None for
+    `export`. A failure raises CheckpointError on every rank and leaves earlier checkpoints as they
+    were. Without `process_group` this process is alone.
     """
     assert process_group is not None or ranks.num_ranks == 1, "several ranks need a process group"
     final = folder / checkpoint_name(state.step)
@@ -80,22 +79,21 @@ def save(
             publish(unfinished, final)
         prune(folder, keep, spare=final)
 
-    writer = ShardWriter(unfinished / SHARDS, begin=lambda: _begin(unfinished), commit=commit)
+    def begin() -> None:
+        with explained("make", unfinished):
+            if unfinished.exists():
+                shutil.rmtree(unfinished)
+            (unfinished / SHARDS).mkdir(parents=True)
+
+    writer = ShardWriter(unfinished / SHARDS, begin=begin, commit=commit)
     ranks.barrier()
     try:
         save_shards(tensors, writer, process_group)
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)  # do not leave a full disk full
+            shutil.rmtree(unfinished, ignore_errors=True)  # a full disk must not stay full
         raise
     return final
-
-
-def _begin(unfinished: Path) -> None:
-    with explained("make", unfinished):
-        if unfinished.exists():
-            shutil.rmtree(unfinished)
-        (unfinished / SHARDS).mkdir(parents=True)
 
 
 def _complete(
@@ -104,7 +102,7 @@ def _complete(
     state: SavedState,
     export: Mapping[str, Tensor] | None,
 ) -> None:
-    """Write everything but the shards, the manifest last, and push the names to the disk."""
+    """Write everything but the shards, the manifest last, and fsync the folder."""
     records[STATE] = write_durably(unfinished / STATE, [state.to_json().encode()])
     if export is not None:
         records[EXPORT] = write_tensors(unfinished / EXPORT, export, {"format": "pt"})

@@ -1,9 +1,11 @@
-"""Gradients of replicas: flat buckets, reduced while backward runs, and their global norm."""
+"""Gradients of replicas: flat buckets, reduced while backward runs, and their global norm.
+
+Knows parameters and groups only; optimizers and pipelines use it.
+"""
 
 from ganglion.execute.gradients.buckets import (
     GradientBuckets,
     Reach,
-    clip_by_norm,
     clip_factor,
     global_norm,
     sum_of_squares,
@@ -14,7 +16,6 @@ __all__ = [
     "GradientBuckets",
     "GradientReducer",
     "Reach",
-    "clip_by_norm",
     "clip_factor",
     "global_norm",
     "sum_of_squares",

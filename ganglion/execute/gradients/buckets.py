@@ -26,7 +26,7 @@ SQUARED_AT_ONCE = 2**16  # elements: 1 MiB of doubles, whatever the size of a bu
 
 
 class Reach(NamedTuple):
-    """The ranks that a gradient is summed over, and how many ranks of a replica hold that sum."""
+    """The group that a gradient is summed over, and how many ranks of a replica hold the sum."""
 
     group: Group
     num_copies: int = 1
@@ -50,7 +50,7 @@ class _Set:
 
 
 class GradientBuckets:
-    """Owns the gradients of some parameters; a set of them can be summed over their groups."""
+    """The gradients of some parameters in sets, each summed over its groups."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class GradientBuckets:
     ) -> None:
         """Give each trainable parameter a gradient of zeros in every set, and select set 0.
 
-        `parameters` are the trainable ones; `layout` says which of them share a bucket, and the
-        order in which buckets are reduced. `reach` is that of all, or by their names.
+        Attribute `parameters` has the trainable ones; `layout` lists which share a bucket, in the
+        order of reduction. `reach` is one for all, or by name.
         """
         assert num_sets >= 1, "gradients need at least one set"
         self._recorder = recorder
@@ -91,7 +91,7 @@ class GradientBuckets:
             parameter.grad = self._selected[id(parameter)]
 
     def zero(self, which: int) -> None:
-        """Forget the gradients of a set, which must not be under reduction."""
+        """Zero the gradients of a set, which must not be under reduction."""
         chosen = self._sets[which]
         is_under_way = chosen.step is not None and bool(chosen.started)
         assert not is_under_way, f"set {which} is still being reduced: wait for it first"
@@ -102,14 +102,14 @@ class GradientBuckets:
     def start(self, which: int, step: int) -> None:
         """Start the all-reduce of all buckets of a set that are not started yet, in order.
 
-        The sums are those of update `step`. Nobody may touch the set until they are there.
+        The sums are those of update `step`. The set must not be touched until they are complete.
         """
         for number in range(len(self._sets[which].started), len(self.layout)):
             self.start_bucket(which, number)
         self._sets[which].step = step
 
     def start_bucket(self, which: int, number: int) -> None:
-        """Start the all-reduce of one bucket, each in its turn; `start` must follow."""
+        """Start the all-reduce of the next bucket; `start` must follow."""
         chosen = self._sets[which]
         # One fixed order on all ranks: collectives must match.
         assert number == len(chosen.started), f"bucket {number} is not next, see started()"
@@ -120,21 +120,25 @@ class GradientBuckets:
         chosen.started.append(Reduction(handle, start_s, buffer.nbytes))
 
     def started(self, which: int) -> Sequence[Reduction]:
-        """Return the reductions of a set which were started and not waited for."""
+        """Return the reductions of a set that were started and not waited for."""
         return self._sets[which].started
 
     def is_done(self, which: int) -> bool:
-        """Return whether a started set is known to hold its sums, without blocking.
+        """Return whether a started set holds its sums, without blocking.
 
-        True means that `wait` will not block; it is still due, for failures and the trace. It
-        stays True until the set is zeroed or started again.
+        True means that `wait` will not block; it must still be called, for failures and the trace.
+        It stays True until the set is zeroed or started again.
         """
         chosen = self._sets[which]
-        over = (self._is_over(n, r.handle) for n, r in enumerate(chosen.started))
+        # The handle of a group of one is never done, for nothing was started.
+        over = (
+            self._reach[n].group.size == 1 or reduction.handle.is_done()
+            for n, reduction in enumerate(chosen.started)
+        )
         return chosen.step is not None and all(over)
 
     def square_norm(self, which: int) -> float:
-        """Return this rank's part of the sum of squares: what several ranks hold counts once."""
+        """Return this rank's part of the sum of squares; gradients on several ranks count once."""
         total = 0.0
         for buffer, reach in zip(self.buffers(which), self._reach, strict=True):
             total += sum_of_squares(buffer) / reach.num_copies
@@ -150,13 +154,22 @@ class GradientBuckets:
         chosen.num_waited = 0
 
     def wait_bucket(self, which: int, number: int) -> None:
-        """Return when one bucket of a started set holds its sum; each in turn, then `wait`."""
+        """Return when the next bucket of a started set holds its sum; `wait` must follow."""
         chosen = self._sets[which]
         assert chosen.step is not None, f"set {which} was not started, or failed"
         assert number == chosen.num_waited, f"bucket {number} is not next to wait for"
-        step, chosen.step = chosen.step, None  # what fails now will never hold its sums
+        step, chosen.step = chosen.step, None  # after a failure it never holds its sums
         chosen.started[number].handle.wait()
-        self._record(chosen.started[number], step)
+        reduction, end_s = chosen.started[number], self._end_s(chosen.started[number])
+        self._recorder.add(
+            COMM,
+            "reduce",
+            reduction.start_s,
+            end_s,
+            step=step,
+            axis="data",
+            num_bytes=reduction.num_bytes,
+        )
         chosen.num_waited += 1
         chosen.step = step
 
@@ -167,7 +180,7 @@ class GradientBuckets:
         return self._reach[next(holding)].num_copies
 
     def close(self) -> None:
-        """Detach from the parameters, which keep their present gradients."""
+        """Remove the hooks; parameters keep their gradients."""
         for hook in self._hooks:
             hook.remove()
 
@@ -178,25 +191,10 @@ class GradientBuckets:
                 "p.grad = ...): leave gradients to the run, it zeroes them before each step"
             )
 
-    def _is_over(self, number: int, handle: Handle) -> bool:
-        # The handle of a group of one has no end, for nothing was ever begun.
-        return self._reach[number].group.size == 1 or handle.is_done()
-
-    def _record(self, reduction: Reduction, step: int) -> None:
-        self._recorder.add(
-            COMM,
-            "reduce",
-            reduction.start_s,
-            self._end_s(reduction),
-            step=step,
-            axis="data",
-            num_bytes=reduction.num_bytes,
-        )
-
     def _end_s(self, reduction: Reduction) -> float:
-        """Return when a reduction was over, which may be long before somebody waited for it."""
+        """Return the end of a reduction, which may be long before the wait for it."""
         now_s, finished_s = self._recorder.clock(), reduction.handle.finished_s
-        # A recorder may run on another clock than the handle: such a time would lie outside.
+        # The handle may use another clock than the recorder; then its time lies outside.
         if finished_s is not None and reduction.start_s <= finished_s <= now_s:
             return finished_s
         return now_s
@@ -217,7 +215,7 @@ class GradientBuckets:
 def _plan(
     parameters: Sequence[nn.Parameter], reaches: Sequence[Reach], bucket_bytes: int
 ) -> list[Bucket]:
-    """Bucket what is summed alike, and each dtype apart; buckets keep the order of backward."""
+    """Bucket gradients of equal dtype and reach; buckets keep the order of backward."""
     kinds = [
         (p.dtype, id(reach.group), reach.num_copies)
         for p, reach in zip(parameters, reaches, strict=True)
@@ -244,7 +242,7 @@ def _plan_kind(
 def sum_of_squares(tensor: Tensor) -> float:
     """Return the sum over all elements in double precision, part by part.
 
-    The parts depend on nothing but the tensor, so the same gradients have the same sum anywhere.
+    The parts depend on the tensor only, so the same gradients have the same sum on any rank.
     """
     flat = tensor.reshape(-1)
     starts = range(0, max(1, flat.numel()), SQUARED_AT_ONCE)
@@ -264,15 +262,7 @@ def global_norm(buffers: Sequence[Tensor]) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
-    """Return what brings gradients of this norm down to `max_norm`; None if they are smaller."""
+    """Return the factor that scales this norm down to `max_norm`; None if it is smaller."""
     # Same rule as torch.nn.utils.clip_grad_norm_, so that a run can be compared with a plain loop.
     factor = max_norm / (norm + 1e-6)
     return factor if bool(factor < 1) else None
-
-
-def clip_by_norm(buffers: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most `max_norm`; smaller ones stay untouched."""
-    factor = clip_factor(norm, max_norm)
-    if factor is not None:
-        for buffer in buffers:
-            buffer.mul_(factor)

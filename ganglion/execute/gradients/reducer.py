@@ -1,15 +1,15 @@
-"""The reducer: each bucket of gradients is summed over the replicas while backward still runs.
+"""Sum each bucket of gradients over the replicas while backward still runs.
 
-During the last microbatch of a step the reducer is armed: autograd tells it when each gradient is
-final, and a full bucket starts its all-reduce at once.
+During the last microbatch of a step the reducer is armed: hooks report each final gradient, and a
+full bucket starts its all-reduce at once.
 
     backward   |  f  e | d  c | b  a |
     bucket 0           ~~~~~~~~            all-reduce of e, f while d..a are computed
     bucket 1                  ~~~~~~~~
     bucket 2                         ~~~~  only this one is exposed
 
-The twin without overlap starts the same all-reduces in the same order after backward: the
-arithmetic is the same, so the results are equal to the last bit.
+Without overlap the same all-reduces start in the same order after backward: the arithmetic is the
+same, so results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ganglion.trace import Recorder
 
 
 class LateGradients(Protocol):
-    """Gradients that are still on their way when autograd is done with their parameters."""
+    """Gradients that are not complete when autograd is done with their parameters."""
 
     def begin(self, parameter: Tensor) -> None:
-        """Say that nothing more will be added to a gradient; it may be none of the late ones."""
+        """Note that nothing more will be added to a gradient, which may not be a late one."""
 
     def finish(self, parameter: Tensor) -> None:
-        """Return when a gradient is in place."""
+        """Return when a gradient is complete."""
 
 
 class GradientReducer:
@@ -49,8 +49,8 @@ class GradientReducer:
     ) -> None:
         """Give each parameter a gradient inside a bucket of at most `bucket_bytes`.
 
-        `reach` says over which ranks to sum: the same for all, or by the names. A bucket waits for
-        those of its gradients that are `late`.
+        `reach` has the ranks to sum over, one for all or by name. A bucket waits for its gradients
+        that are `late`.
         """
         self._late = late
         self._buckets = GradientBuckets(parameters, reach, recorder, bucket_bytes=bucket_bytes)
@@ -74,12 +74,12 @@ class GradientReducer:
         self._final: set[int] = set()
 
     def zero(self) -> None:
-        """Forget all gradients, before the first microbatch of a step."""
+        """Zero all gradients, before the first microbatch of a step."""
         self._buckets.zero(0)
         self._buckets.select(0)
 
     def arm(self) -> None:
-        """Say that the next backward is the last one of the step."""
+        """Prepare for the last backward of a step."""
         self._missing = [len(bucket.members) for bucket in self._buckets.layout]
         self._final.clear()
         self._armed = True
@@ -92,7 +92,7 @@ class GradientReducer:
     def start(self, step: int) -> None:
         """Start the sums of all buckets that are not started yet; `wait` must follow."""
         self._armed = False
-        # Parameters that took no part leave their buckets incomplete: they hold zeros, reduce too.
+        # Parameters without a backward leave their buckets incomplete: zeros are reduced too.
         if self._late is not None:
             for parameter in self._buckets.parameters:
                 self._late.begin(parameter)
@@ -101,7 +101,7 @@ class GradientReducer:
         self._buckets.start(0, step)
 
     def wait_bucket(self, number: int) -> None:
-        """Return when one bucket holds its sum; each in turn, then `wait`."""
+        """Return when the next bucket holds its sum; `wait` must follow."""
         self._buckets.wait_bucket(0, number)
 
     def wait(self) -> None:
@@ -133,8 +133,8 @@ class GradientReducer:
         self._count_final(parameter)
         if self._late is not None:
             self._late.begin(parameter)
-        # One fixed order on all ranks, whatever order autograd finishes in: collectives must match.
-        while self._is_next_complete():
+        # One fixed order on all ranks, in any order of autograd: collectives must match.
+        while (number := len(self._started)) < len(self._missing) and not self._missing[number]:
             self._start_next()
 
     def _start_next(self) -> None:
@@ -153,7 +153,3 @@ class GradientReducer:
             )
         self._final.add(id(parameter))
         self._missing[self._bucket_of[id(parameter)]] -= 1
-
-    def _is_next_complete(self) -> bool:
-        number = len(self._started)
-        return number < len(self._missing) and self._missing[number] == 0

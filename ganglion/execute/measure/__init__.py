@@ -1,4 +1,7 @@
-"""Measurements of this machine and of a run: peak rates, block costs, memory."""
+"""Measurements of this machine and of a run: peak rate, block costs, memory.
+
+Models and worlds are measured; nothing here decides on a plan.
+"""
 
 from ganglion.execute.measure.block_costs import Sample, agreed_costs, guessed_costs, measured_costs
 from ganglion.execute.measure.memory import (

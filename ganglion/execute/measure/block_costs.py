@@ -1,8 +1,8 @@
-"""What each block costs, so that stages can be cut evenly: measured, or guessed from its weights.
+"""The cost of each block, for cutting stages evenly: measured, or estimated from its weights.
 
 A measurement runs one microbatch through the model block by block, forward and backward, and keeps
-the activations of one block at a time. It leaves no trace: gradients, buffers and random numbers
-are afterwards what they were. Blocks on the meta device get memory for as long as they are timed.
+the activations of one block at a time. Gradients, buffers and random state are restored afterwards.
+Blocks on the meta device get memory while they are timed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ganglion.execute.comm import World
 from ganglion.execute.models import LossFn, lent_memory, named_buffers
 
-_REPEATS = 4  # the least of them counts: whatever disturbs a measurement makes it longer
+_REPEATS = 4  # the least of them counts: any disturbance makes a measurement longer
 _BACKWARD_SHARE = 2.0  # backward over forward, of a block whose backward cannot be run alone
 
 Sample = tuple[Tensor, Tensor]
@@ -25,9 +25,9 @@ Autocast = Callable[[], AbstractContextManager[object]]
 
 
 def guessed_costs(blocks: Mapping[str, nn.Module]) -> list[float]:
-    """Return what each block costs, roughly: its parameters, and something for being a block.
+    """Return an estimated cost of each block: the number of its parameters, plus one.
 
-    An embedding is a lookup and costs next to nothing.
+    Embeddings count nothing: they are a lookup.
     """
     return [
         1.0
@@ -42,10 +42,9 @@ def guessed_costs(blocks: Mapping[str, nn.Module]) -> list[float]:
 
 
 def agreed_costs(world: World, measured: Sequence[float]) -> list[float]:
-    """Return the least that any rank measured, block by block: all must cut at the same places.
+    """Return the least cost that any rank measured for each block; collective.
 
-    Ranks measure side by side, as they will compute: the more of them, the less a bad moment of one
-    counts.
+    All ranks must cut at the same blocks. They measure at the same time, as they will compute.
     """
     table = world.gather_numbers(list(measured))
     return [float(cost) for cost in table.min(dim=0).values]
@@ -54,7 +53,7 @@ def agreed_costs(world: World, measured: Sequence[float]) -> list[float]:
 def measured_costs(
     blocks: Mapping[str, nn.Module], loss_fn: LossFn, sample: Sample, autocast: Autocast
 ) -> list[float]:
-    """Return the seconds of each block, forward and backward; those of the last with the loss."""
+    """Return the seconds of each block, forward and backward; the last one with the loss."""
     ordered = list(blocks.values())
     with _left_as_it_was(blocks):
         _time_once(ordered, loss_fn, sample, autocast)  # warms up
@@ -98,7 +97,7 @@ def _time_once(
 
 
 def _time_block(run: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor, float]:
-    """Return what a block gives, and its seconds; what is no tensor cannot be gone back from."""
+    """Return the output of a block, and its seconds; without a tensor, backward is estimated."""
     if isinstance(value, Tensor):
         value = value.detach()
         if value.is_floating_point():
@@ -114,7 +113,7 @@ def _time_block(run: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor,
 
 
 def _now_s() -> float:
-    """Return the time at which all that was asked of the device is done."""
+    """Return the time when the device has finished its work."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()

@@ -57,10 +57,10 @@ _TINY = GPTShape(
 
 
 class MemoryWatch:
-    """Tells how far the memory of this process has grown since the watch was made."""
+    """The growth of this process's memory since the watch was created."""
 
     def __init__(self, device: torch.device) -> None:
-        """Note the baseline: make it before the model."""
+        """Measure the baseline; create the watch before the model."""
         _warm_up(device)
         self._device = device
         if device.type == "cuda":
@@ -70,21 +70,21 @@ class MemoryWatch:
             self.baseline_bytes = _status("VmRSS")
 
     def peak_bytes(self) -> int:
-        """Return the most bytes above the baseline so far; on a CPU with all shared pages."""
+        """Return the peak so far above the baseline, on a CPU with all shared pages."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device)) - self.baseline_bytes
         return _status("VmHWM") - self.baseline_bytes
 
     def foreign_bytes(self) -> int:
-        """Return the part of shared pages, of messages and buckets, that is other ranks'.
+        """Return the bytes of shared pages, of messages and buckets, that count for other ranks.
 
-        The kernel walks all pages for it: ask once.
+        The kernel walks all pages for it: call it once.
         """
         return 0 if self._device.type == "cuda" else _counted_elsewhere()
 
 
 def held_bytes(tensors: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
-    """Return the memory behind tensors by category, each piece once, where it comes first."""
+    """Return the bytes of tensors by category; each storage counts once, where it comes first."""
     seen: set[int] = set()
     found = dict.fromkeys(tensors, 0)
     for category, members in tensors.items():
@@ -97,7 +97,7 @@ def held_bytes(tensors: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Train a tiny model: torch imports and maps what every training needs, 30 MB or so."""
+    """Train a tiny model, so that torch loads what every training needs, about 30 MB."""
     model = build_model(_TINY).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.zeros(2, _TINY.seq_len, dtype=torch.long, device=device)
@@ -108,8 +108,8 @@ def _warm_up(device: torch.device) -> None:
 
 
 def _status(key: str) -> int:
-    """Return a number of bytes that the kernel tells of this process."""
-    if not sys.platform.startswith("linux"):  # knows of no present size, so of no baseline
+    """Return an entry of /proc/self/status in bytes."""
+    if not sys.platform.startswith("linux"):  # no current size there, so no baseline
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
@@ -127,22 +127,24 @@ def _counted_elsewhere() -> int:
 
 
 class SavedBytes:
-    """The memory that autograd keeps now, each piece once, and the most it kept.
+    """The memory that autograd keeps for backward, each storage once, and its peaks.
 
-    `live_peak` is of forwards, `again_peak` of what was computed again in a backward.
+    Each saved tensor is put into a holder that is freed with its node of the graph. `live_peak` is
+    of forwards, `again_peak` of tensors saved during a backward: the inside of recomputed blocks.
+    Counting costs a call for each saved tensor: it is for the first steps of a run.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        """Count nothing yet; `known` tensors, such as weights, are counted elsewhere."""
+        """Leave out `known` tensors, such as weights."""
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self._pieces: dict[int, _Piece] = {}
+        self._storages: dict[int, _Storage] = {}
         self._now = {True: 0, False: 0}
         self.live_peak = self.again_peak = 0
         self.is_on = True
 
     @property
     def num_bytes(self) -> int:
-        """What is kept now."""
+        """The bytes kept now."""
         return sum(self._now.values())
 
     def watching(self) -> AbstractContextManager[object]:
@@ -154,31 +156,31 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> _Holder:
         return _Holder(self, tensor, torch._C._current_graph_task_id() != _NO_BACKWARD)
 
-    def add(self, place: int, num_bytes: int, *, is_again: bool) -> None:
-        """Note that one more holder has a piece of memory."""
-        if place in self._known:
+    def add(self, address: int, num_bytes: int, *, is_again: bool) -> None:
+        """Count one more holder of a storage."""
+        if address in self._known:
             return
-        piece = self._pieces.setdefault(place, _Piece(num_bytes, is_again))
-        piece.num_holders += 1
-        if piece.num_holders == 1:
+        held = self._storages.setdefault(address, _Storage(num_bytes, is_again))
+        held.num_holders += 1
+        if held.num_holders == 1:
             self._now[is_again] += num_bytes
             self.live_peak = max(self.live_peak, self._now[False])
             self.again_peak = max(self.again_peak, self._now[True])
 
-    def remove(self, place: int) -> None:
-        """Note that a holder is gone."""
-        if place in self._known:
+    def remove(self, address: int) -> None:
+        """Count one holder less of a storage."""
+        if address in self._known:
             return
-        piece = self._pieces[place]
-        piece.num_holders -= 1
-        if piece.num_holders == 0:
-            del self._pieces[place]
-            self._now[piece.is_again] -= piece.num_bytes
+        held = self._storages[address]
+        held.num_holders -= 1
+        if held.num_holders == 0:
+            del self._storages[address]
+            self._now[held.is_again] -= held.num_bytes
 
 
 @dataclass(slots=True)
-class _Piece:
-    """A piece of memory, and whether it was made while a backward ran."""
+class _Storage:
+    """A storage, and whether it was saved during a backward."""
 
     num_bytes: int
     is_again: bool
@@ -188,34 +190,36 @@ class _Piece:
 class _Holder:
     """One saved tensor."""
 
-    __slots__ = ("_owner", "_place", "tensor")
+    __slots__ = ("_address", "_owner", "tensor")
 
     def __init__(self, owner: SavedBytes, tensor: Tensor, is_again: bool) -> None:
         storage = tensor.untyped_storage()
-        self.tensor, self._owner, self._place = tensor, owner, storage.data_ptr()
-        owner.add(self._place, storage.nbytes(), is_again=is_again)
+        self.tensor, self._owner, self._address = tensor, owner, storage.data_ptr()
+        owner.add(self._address, storage.nbytes(), is_again=is_again)
 
     def __del__(self) -> None:
-        self._owner.remove(self._place)
+        self._owner.remove(self._address)
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library to keep freed memory; return False where it cannot be told."""
-    return _tell(_M_MMAP_THRESHOLD, _ALWAYS_FROM_HEAP) and _tell(_M_TRIM_THRESHOLD, _NEVER)
+    """Make the C library keep freed memory; return whether it can."""
+    return _set_option(_M_MMAP_THRESHOLD, _ALWAYS_FROM_HEAP) and _set_option(
+        _M_TRIM_THRESHOLD, _NEVER
+    )
 
 
 def return_large_blocks() -> bool:
-    """Tell the C library to give large blocks back when they are freed; False where it cannot be.
+    """Make the C library return large freed blocks to the kernel; return whether it can.
 
-    For runs that have little memory rather than little time. Aligned blocks of equal size do not
-    fit where the one before was, so a heap that keeps them grows by more than is ever in use.
+    For runs short of memory rather than of time. Aligned blocks of equal size do not fit where the
+    one before was, so a heap that keeps them grows beyond what is ever in use.
     """
-    return _tell(_M_MMAP_THRESHOLD, _LARGE) and _tell(_M_TRIM_THRESHOLD, _LARGE)
+    return _set_option(_M_MMAP_THRESHOLD, _LARGE) and _set_option(_M_TRIM_THRESHOLD, _LARGE)
 
 
-def _tell(option: int, value: int) -> bool:
+def _set_option(option: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Another C library has habits of its own.
+    # Other C libraries have no mallopt.
     return mallopt is not None and bool(mallopt(option, value))

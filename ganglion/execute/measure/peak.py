@@ -1,6 +1,6 @@
-"""How fast this machine can multiply matrices, and how many operations the model asks for.
+"""The measured matmul rate of this machine, and the operations of a model.
 
-Their ratio is the share of the machine's measured peak that a run reaches.
+Both give the share of the machine's peak that a run reaches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def machine_peak(
     world: World, device: torch.device, precision: str, budget_s: float = 0.1
 ) -> float:
-    """Return the operations per second of all ranks together, each multiplying at once."""
+    """Return the operations per second of all ranks together, multiplying at the same time."""
     is_half = precision != FP32 and device.type == "cuda"
     dtype = torch.bfloat16 if is_half else torch.float32
     size = 1024 if device.type == "cpu" else 8192
@@ -40,7 +40,7 @@ def machine_peak(
 
 
 def _multiply(left: Tensor, right: Tensor) -> None:
-    float((left @ right)[0, 0])  # reading one element waits for a device that works ahead
+    float((left @ right)[0, 0])  # reading one element waits for the device
 
 
 def count_flops(
@@ -48,8 +48,8 @@ def count_flops(
 ) -> float | None:
     """Return the operations of forward and backward on these samples, counted without computing.
 
-    The model runs on the meta device, where tensors have shapes but no data. A model that cannot
-    run there has no count, and the share of the peak is not shown.
+    The model runs on the meta device. Return None for a model that cannot run there; the share of
+    the peak is then not shown.
     """
     counter = FlopCounterMode(display=False)
     try:
