@@ -1,4 +1,4 @@
-"""`ganglion memory`: what every rank of a run will hold, and whether it fits, without torch."""
+"""`ganglion memory`: print the memory of every rank of a run, and whether it fits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MemoryRequest:
 
 
 def memory_command(request: MemoryRequest, *, as_json: bool) -> int:
-    """Print what ranks hold as a table and a picture, or JSON; return 1 if it does not fit."""
+    """Print the memory of ranks as a table and a picture, or JSON; return 1 if it does not fit."""
     cluster = None if request.cluster is None else find_cluster(request.cluster)
     run, plan = _run_and_plan(request, cluster, is_told=not as_json)
     figures = predict_memory(run, plan, cluster)
@@ -92,20 +92,19 @@ def _run_and_plan(
 
 
 def _print(figures: MemoryFigures, run: RunFile, plan: Plan, cluster: Cluster | None) -> None:
-    console = Console()
+    console = Console(highlight=False)
     where = "" if cluster is None else f" on {cluster.name}"
     console.print(
         f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}{where}: data {plan.data}, pipe "
         f"{plan.pipe}, x {plan.x}, y {plan.y}, z {plan.z}; {plan.schedule}, "
         f"{plan.num_microbatches} x {plan.microbatch_size} samples a step, {plan.precision}, "
         f"{run.optimizer.name}, recompute {_recomputed(plan)}",
-        highlight=False,
         soft_wrap=True,
     )
     console.print(_table(figures))
     for line in _picture(figures):
-        console.print(line, highlight=False, markup=False)
-    console.print(_verdict(figures, run, plan, cluster), highlight=False, soft_wrap=True)
+        console.print(line, markup=False)
+    console.print(_verdict(figures, run, plan, cluster), soft_wrap=True)
 
 
 def _recomputed(plan: Plan) -> str:

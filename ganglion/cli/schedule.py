@@ -1,4 +1,4 @@
-"""`ganglion schedule`: draw pipeline schedules and say what they cost, without torch."""
+"""`ganglion schedule`: draw pipeline schedules and print their costs, without torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ganglion.errors import ConfigError, LayoutError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRequest:
-    """What the user typed; `times` are those of a rank, whatever it is cut into."""
+    """The options of the command; `times` are those of a rank, before it is cut into chunks."""
 
     names: tuple[str, ...]
     num_stages: int
@@ -50,7 +50,7 @@ class ScheduleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFigures:
-    """What a schedule costs; `staleness` is how many updates old the weights of a batch are.
+    """The costs of a schedule; `staleness` is how many updates old the weights of a batch are.
 
     `peak_live` counts microbatches by rank (of several chunks: chunks), `order` has the actions of
     each rank.

@@ -116,14 +116,13 @@ def _place(rank: int, plan: Plan) -> int:
 
 
 def _print(figures: StepFigures, plan: Plan, cluster: str, trace_file: Path | None) -> None:
-    console = Console()
+    console = Console(highlight=False)
     limit = "" if figures.limit is None else f" (limit {figures.limit})"
     ranks, count = figures.num_ranks, plan.num_microbatches
     console.print(
         f"{ranks} rank{_s(ranks)} on {cluster}: data {plan.data}, pipe {plan.pipe}, x "
         f"{plan.x}, y {plan.y}, z {plan.z}; {figures.schedule}{limit}, {count} "
         f"microbatch{'es' if count > 1 else ''} of {plan.microbatch_size}",
-        highlight=False,
         soft_wrap=True,
     )
     per_s = plan.global_batch_size / figures.step_s if figures.step_s else 0.0
@@ -131,7 +130,6 @@ def _print(figures: StepFigures, plan: Plan, cluster: str, trace_file: Path | No
         f"step {format_time(figures.step_s)}, {per_s:.4g} samples/s, bubble {figures.bubble:.1%}, "
         f"{figures.versions} weight version{_s(figures.versions)}",
         style="bold",
-        highlight=False,
     )
     table = Table()
     columns = ("forward", "backward", "in layers", "message", "reduce", "idle", "exposed", "live")
@@ -153,7 +151,7 @@ def _print(figures: StepFigures, plan: Plan, cluster: str, trace_file: Path | No
     if figures.averaging is not None:
         _print_averaging(console, figures.averaging)
     if trace_file is not None:
-        console.print(f"trace written to {trace_file}", highlight=False)
+        console.print(f"trace written to {trace_file}")
 
 
 def _print_averaging(console: Console, found: AveragingFigures) -> None:
@@ -164,18 +162,16 @@ def _print_averaging(console: Console, found: AveragingFigures) -> None:
         f"{found.tau} step{_s(found.tau)}, {format_time(found.exposed_s)} of it exposed "
         f"({found.exposed_share:.1%} of all time); a step without: "
         f"{format_time(found.worker_step_s)}",
-        highlight=False,
         soft_wrap=True,
     )
     if found.disturbed_s:
         console.print(
             f"slow workers and pauses add {format_time(found.disturbed_s)} to a step, in the mean "
             f"of {found.num_steps}",
-            highlight=False,
             soft_wrap=True,
         )
     if found.mean_staleness:
-        console.print(f"mean staleness {found.mean_staleness:.2f} versions", highlight=False)
+        console.print(f"mean staleness {found.mean_staleness:.2f} versions")
 
 
 def _s(count: int) -> str:

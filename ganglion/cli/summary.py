@@ -32,8 +32,8 @@ _HEADINGS = {"gradients": "grads", "activations": "live", "recomputed": "again"}
 
 
 def print_summary(folder: Path, exit_code: int) -> None:
-    """Print what a run folder holds after training ended with `exit_code`."""
-    console = Console()
+    """Print the results in a run folder after training ended with `exit_code`."""
+    console = Console(highlight=False)
     path = folder / METRICS_FILE
     metrics = read_metrics(path) if path.exists() else []
     if not metrics:
@@ -46,7 +46,7 @@ def print_summary(folder: Path, exit_code: int) -> None:
     if exit_code == 0 and file.output.sample_tokens and is_text_model(file):
         text = sample_text(folder, file.output.sample_prompt, file.output.sample_tokens)
         console.print("sample of generated text:", style="bold")
-        console.print(text, markup=False, highlight=False)
+        console.print(text, markup=False)
     _print_places(folder, console, unfinished=metrics[-1].step < file.train.steps)
 
 
@@ -68,13 +68,13 @@ def _table(metrics: list[StepMetrics], unit: str) -> Table:
 def _print_places(folder: Path, console: Console, *, unfinished: bool) -> None:
     newest = latest_checkpoint(folder / CHECKPOINTS)
     if newest is not None:
-        console.print(f"checkpoint: {newest}", soft_wrap=True, highlight=False)
+        console.print(f"checkpoint: {newest}", soft_wrap=True)
     if (folder / MODEL_FILE).exists():
-        console.print(f"weights: {folder / MODEL_FILE}", soft_wrap=True, highlight=False)
+        console.print(f"weights: {folder / MODEL_FILE}", soft_wrap=True)
     if newest is not None and unfinished:
         command = f"ganglion train --resume --output.dir {folder}"
-        console.print(f"continue with: {command}", soft_wrap=True, highlight=False)
-    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+        console.print(f"continue with: {command}", soft_wrap=True)
+    console.print(f"run folder: {folder}", soft_wrap=True)
 
 
 # --- memory, measured and predicted --------------------------------------------------------------
@@ -92,7 +92,6 @@ def _print_memory(folder: Path, console: Console) -> None:
         console.print(
             "the peak holds freed memory too, which the process keeps for the next microbatch",
             soft_wrap=True,
-            highlight=False,
         )
 
 
@@ -123,7 +122,7 @@ def print_comparison(folder: Path, plan: Plan, num_cores: int, console: Console)
     try:
         found = compare(folder, plan, num_cores)
     except GanglionError as error:
-        console.print(f"no prediction to compare with: {error}", soft_wrap=True, highlight=False)
+        console.print(f"no prediction to compare with: {error}", soft_wrap=True)
         return
     (folder / PREDICTION_FILE).write_text(json.dumps(asdict(found), indent=2) + "\n")
     console.print(_comparison_table(found))
@@ -132,7 +131,6 @@ def print_comparison(folder: Path, plan: Plan, num_cores: int, console: Console)
             f"{found.num_ranks} ranks on {found.num_cores} cores take turns, which the simulator "
             f"does not know: expect a difference",
             soft_wrap=True,
-            highlight=False,
         )
 
 

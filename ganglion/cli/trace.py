@@ -1,4 +1,4 @@
-"""`ganglion trace`: what a run or a simulation spent its time on, without torch."""
+"""`ganglion trace`: print where the time of a run or a simulation went, without torch."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ def model_shape(
     input_shape: tuple[int, ...],
     tokens: bool | None = None,
 ) -> ModelShape:
-    """Complete a model section with what only the data know: classes and input shape.
+    """Return the shape of a model section, given the classes and input shape of its data.
 
-    `num_outputs` is the number of token ids or classes, 0 if the data do not say. `tokens` says
-    whether samples are token ids; None leaves out the check that the model is made for them.
+    `num_outputs` is the number of token ids or classes, 0 if unknown. `tokens` is whether samples
+    are token ids; None leaves out the check that the model is made for them.
     """
     check_data(model, num_outputs=num_outputs, input_shape=input_shape, tokens=tokens)
     if model.kind == "gpt":

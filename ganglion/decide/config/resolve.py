@@ -1,4 +1,4 @@
-"""From a run file and a number of processes to a Plan, refusing what cannot fit.
+"""From a run file and a number of processes to a Plan, with every check.
 
 All checks happen here, before anything is launched; each message names the user's own key, the
 numbers and one remedy.

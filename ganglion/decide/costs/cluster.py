@@ -46,7 +46,7 @@ FLOP_PER_MEMORY_BYTE = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """What one rank computes; `jitter` is the sigma of a log-normal factor with median 1."""
+    """The speed of one rank; `jitter` is the sigma of a log-normal factor with median 1."""
 
     fp32_tflops: float
     bf16_tflops: float

@@ -1,12 +1,12 @@
 """Memory of a rank in bytes by category, and the part that depends on parameters alone.
 
-    weights        what layers compute with
+    weights        of the layers
     versions       older weights, for schedules that never flush
     gradients      their sets, and the fp32 copy that some optimizers read
     master         fp32 weights beside half-precision ones
-    moments        what the optimizer and error feedback remember
+    moments        state of the optimizer and of error feedback
     center         of elastic averaging: the weights that workers share, and those on their way
-    buckets        what is brought in from a lower tier for an update
+    buckets        state brought in from a lower tier for an update
 
 Bytes a parameter under AdamW: 16 in fp32 (4 + 4 + 8). Mixed precision as published, and ours with
 masters, has 20: weights and gradients in half (2 + 2), master, fp32 gradients (4 + 4), moments

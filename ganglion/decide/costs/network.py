@@ -6,8 +6,8 @@ A ring of w ranks cuts a buffer into w parts and passes them on; every rank send
 
 So an all-reduce of n bytes takes 2 (w-1) latency + 2 (w-1)/w n / bandwidth: Thakur, Rabenseifner
 and Gropp 2005; its bandwidth part is the communication cost of 2006.09503, A.1.1. A ring is as
-slow as its slowest link. How fast that is depends on who else uses it (2502.08145, section V-B):
-P rings through the same node divide what the node carries.
+slow as its slowest link. Its speed depends on other rings (2502.08145, section V-B):
+P rings through the same node divide its bandwidth.
 """
 
 from __future__ import annotations

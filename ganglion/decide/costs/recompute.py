@@ -84,7 +84,7 @@ _Index = tuple[int, int]  # stage of the rank, block of the stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBlocks:
-    """The stages of one rank, what a forward of each block costs, and microbatches alive."""
+    """The stages of one rank, the cost of each block's forward, and microbatches alive."""
 
     stages: Sequence[StageBlocks]
     costs: Sequence[Sequence[float]]
@@ -94,7 +94,7 @@ class RankBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Segments of each stage, the bytes of activations they leave, and what they cost again."""
+    """Segments of each stage, the bytes of activations they leave, and their cost."""
 
     segments: tuple[Spans, ...]
     num_bytes: int

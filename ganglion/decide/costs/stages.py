@@ -143,7 +143,7 @@ def _cut(
     """Return the blocks of every coordinate, weights that one would hold twice counted once."""
     stages = [list(blocks[a:b]) for a, b in pairwise(edges)]
     if held is not None and len(stages) > plan.pipe:
-        # The first stage of a rank comes last: its output is what travels.
+        # The first stage of a rank comes last: its output is the message.
         stages = [[block for s in reversed(mine) for block in stages[s]] for mine in held]
     stages[0] = [_without_tied(block) for block in stages[0]]
     return stages
@@ -178,7 +178,7 @@ def _without_tied(block: BlockCost) -> BlockCost:
 
 
 def message_element_bytes(plan: Plan) -> int:
-    """Return the bytes of an element of what passes between blocks."""
+    """Return the bytes of an element of a tensor between blocks."""
     return FLOAT if plan.computes_in == FP32 else HALF
 
 
@@ -209,8 +209,8 @@ def _with_reruns(blocks: Sequence[BlockCost], plan: Plan) -> list[BlockCost]:
     """Add the forward of blocks that are computed again to their backward."""
     if plan.recompute == "budget":
         raise ConfigError(
-            'memory.recompute = "budget" does not say yet what is computed again: use the plan of '
-            'a run, or "full", "sqrt" or "blocks"'
+            'memory.recompute = "budget" does not name the blocks to compute again: use the plan '
+            'of a run, or "full", "sqrt" or "blocks"'
         )
     again = {n for span in segments(plan, range(len(blocks)), len(blocks)) for n in span}
     return [

@@ -78,7 +78,7 @@ PAPER = Repeats()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one rank sends in the rings of each axis: elements, or bytes once multiplied."""
+    """Elements that one rank sends in the rings of each axis; bytes once multiplied."""
 
     all_gather_z: float = 0.0
     reduce_scatter_z: float = 0.0
@@ -133,7 +133,7 @@ def _layer_traffic(layer: Matmul, mesh: Mesh, repeats: Repeats) -> Traffic:
 
 
 def ring_sent(whole: int, num_ranks: int, num_blocks: int = 1) -> float:
-    """Return what a rank of a ring sends to gather, or to reduce, one of `num_blocks` of a whole.
+    """Return the elements a rank sends to gather, or to reduce, one of `num_blocks` of a whole.
 
     An all-reduce is both. Divided last: a whole number of elements comes out as such.
     """

@@ -33,7 +33,7 @@ class StageTimes:
     that does not split the backward takes both at once. `jitter` is the sigma of a log-normal
     factor on every computation, with median 1. `message_bytes` go to the next stage and, as
     gradients, back from it; `gradient_bytes` are summed over the replicas of the stage.
-    `collective_s` is what a microbatch waits for collectives inside layers, a part of its times.
+    `collective_s` is the wait of a microbatch for collectives inside layers, a part of its times.
     """
 
     forward_s: float
@@ -55,7 +55,7 @@ class StageTimes:
 
     @property
     def slot_s(self) -> float:
-        """What one microbatch costs the stage."""
+        """Time that the stage spends on one microbatch."""
         return self.forward_s + self.backward_s + self.weight_s
 
     def divided(self, parts: int) -> StageTimes:
@@ -101,7 +101,7 @@ def injection_limit(times: Sequence[StageTimes], num_microbatches: int | None = 
 
 
 def _hop_slots(times: StageTimes, slot_s: float) -> float:
-    """Return the slots for which the hop behind a stage holds a microbatch, there and back."""
+    """Return the slots that a microbatch spends on the hop behind a stage, there and back."""
     if slot_s == 0:
         return 0.0
     slots = 2 * times.latency_s / slot_s

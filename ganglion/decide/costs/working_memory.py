@@ -48,18 +48,18 @@ class _Part:
 
     @property
     def kept_bytes(self) -> int:
-        """What it keeps from forward to backward, without its input and output."""
+        """Bytes kept from forward to backward, without input and output."""
         return 0 if self.is_again else self._inside_bytes
 
     @property
     def again_bytes(self) -> int:
-        """What it keeps once it was computed again."""
+        """Bytes kept once the segment was computed again."""
         last = self.blocks[-1]
         whole = self._inside_bytes + last.keeps_output * last.output_bytes
         return whole if self.is_again else 0
 
     def peak_bytes(self, output_bytes: int) -> int:
-        """Return the most that its backward needs beyond what is kept."""
+        """Return the most that its backward needs beyond kept bytes."""
         if not self.is_again:
             return self.blocks[0].scratch_bytes
         return self._rerun_bytes(output_bytes) + output_bytes
@@ -70,7 +70,7 @@ class _Part:
 
     @property
     def _between(self) -> list[int]:
-        """What is kept between its blocks."""
+        """Bytes kept between its blocks."""
         return [
             after.input_bytes if before.keeps_output or after.keeps_input else 0
             for before, after in pairwise(self.blocks)
@@ -105,11 +105,11 @@ class StageBlocks:
     num_waiting: int = 0
 
     def live_bytes(self) -> int:
-        """Return what one microbatch keeps from its forward to its backward."""
+        """Return the bytes that one microbatch keeps from forward to backward."""
         return sum(self._part_bytes()) + self._output_bytes
 
     def resident_bytes(self) -> int:
-        """Return what is in memory if activations are offloaded: two parts at the worst."""
+        """Return the bytes in memory if activations are offloaded: two parts at the worst."""
         kept = self._part_bytes()
         return max((a + b for a, b in pairwise(kept)), default=kept[0])
 
@@ -124,12 +124,12 @@ class StageBlocks:
         return min(most, self._needed_bytes(offloaded))
 
     def scratch_bytes(self, *, offloaded: bool = False) -> int:
-        """Return what backward needs beyond that and beyond what is kept."""
+        """Return the bytes that backward needs beyond recomputed and kept ones."""
         needed = self._needed_bytes(offloaded)
         return needed - self.recomputed_bytes(offloaded=offloaded)
 
     def _needed_bytes(self, offloaded: bool) -> int:
-        """Return the most that backward needs beyond what is kept, which it frees on its way.
+        """Return the most that backward needs beyond kept bytes, which it frees on its way.
 
         Offloaded, that is beyond `resident_bytes`.
         """
@@ -145,7 +145,7 @@ class StageBlocks:
         return needed
 
     def _part_bytes(self) -> list[int]:
-        """Return what each part keeps of one microbatch, with its input."""
+        """Return the bytes that each part keeps of one microbatch, with its input."""
         parts = list(self._parts())
         inputs = [
             after.input_bytes if before.keeps_output or after.keeps_input else 0
@@ -203,7 +203,7 @@ def with_norm(working: Memory, bucket_size: int, *, flushes: bool) -> Memory:
 
 
 def message_memory(stages: Iterable[StageBlocks]) -> Memory:
-    """Return what waits to be computed with or to be sent."""
+    """Return the memory of tensors that wait to be used or to be sent."""
     return Memory(communication=sum(stage.message_bytes() for stage in stages))
 
 

@@ -35,7 +35,7 @@ from ganglion.decide.predict.memory import (
 from ganglion.errors import ConfigError
 from ganglion.units import GIB, MIB, format_bytes
 
-# Of a budget, what is left to the allocator and to math libraries; see docs/memory.md.
+# Share of a budget left to the allocator and to math libraries; see docs/memory.md.
 RESERVE = 0.05
 _RECOMPUTES = ("none", "full", "sqrt")
 _BUCKET_SIZES = (2**22, 2**20, 2**18)  # elements

@@ -46,7 +46,7 @@ from ganglion.trace import (
 
 NUM_LEARNED = 3  # steps that the costs are taken from
 MIN_STEPS = 5
-MAX_STEPS = 50  # what is read of a long run
+MAX_STEPS = 50  # read of a long run
 _MAX_SIMULATED = 300_000  # computations: a few seconds
 _FILE = re.compile(r"rank\d+(?:-from-(\d+))?\.jsonl")
 _PAUSES = ("evaluate", "checkpoint")

@@ -1,7 +1,7 @@
 """The memory of ranks as measured, beside the prediction of the memory model.
 
-Tensors are counted by category. The peak is that of the process above what it had before the model
-was made, so it has more in it than tensors: see docs/memory.md.
+Tensors are counted by category. The peak is that of the process above its size before the model
+was made, so it holds more than tensors: see docs/memory.md.
 """
 
 from __future__ import annotations

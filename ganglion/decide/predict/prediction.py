@@ -51,7 +51,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigures:
-    """What the ranks of a plan hold; `fits` is None without a budget."""
+    """The memory of the ranks of a plan; `fits` is None without a budget."""
 
     schedule: str
     num_ranks: int
@@ -162,7 +162,7 @@ def read_source(path: Path, overrides: Iterable[Override] = ()) -> RunFile | Pla
 
 
 def check_processes(plan: Plan, nproc: int | None, source: str) -> Plan:
-    """Return the plan; refuse one that is no plan of `nproc` processes, or not a valid one."""
+    """Return the plan, after checking it and its number of processes."""
     if nproc not in (None, plan.num_ranks):
         raise LayoutError(
             f"--nproc {nproc}, but {source} needs {plan.num_ranks} processes: leave out --nproc"
@@ -172,7 +172,7 @@ def check_processes(plan: Plan, nproc: int | None, source: str) -> Plan:
 
 
 def num_cluster_ranks(run: RunFile, cluster: Cluster) -> int | None:
-    """Return the ranks of a cluster that says how many it has; a plan must fill them all."""
+    """Return the ranks of a cluster of known size, which a plan must fill; else None."""
     if cluster.num_nodes is None:
         return None
     num_ranks = cluster.num_nodes * cluster.ranks_per_node - run.averaging.servers
@@ -205,7 +205,7 @@ def _fitted(run: RunFile, nproc: int | None) -> tuple[RunFile, Plan]:
 
 
 def predict_memory(run: RunFile, plan: Plan, cluster: Cluster | None = None) -> MemoryFigures:
-    """Return what the ranks of a built-in model hold, against the budget of the run or cluster."""
+    """Return the memory of a built-in model's ranks, with the budget of the run or cluster."""
     shape = expected_shape(run)
     if isinstance(shape, GPTShape):
         check_vocabulary(shape.vocab_size, plan)

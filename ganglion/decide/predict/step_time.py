@@ -42,7 +42,7 @@ from ganglion.units import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """What a step of a plan costs on a cluster.
+    """The time of a step of a plan on a cluster.
 
     `step_s` is the mean time from one step's end to the next, the first step left out if there are
     more: a pipeline that never flushes fills only once. Lists have one entry for each pipe rank.
@@ -171,7 +171,7 @@ def _averaged(
     cluster: Cluster,
     setting: StepSetting,
 ) -> StepFigures:
-    """Return the figures of a run whose worker alone has `figures`, with what disturbs it."""
+    """Return the figures of all workers, given those of one alone."""
 
     @cache
     def step_s(worker: int, disturbed: tuple[Disturbance, ...]) -> float:

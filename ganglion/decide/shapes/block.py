@@ -202,10 +202,10 @@ class BlockActivations:
     """The bytes that one block keeps of one microbatch for its backward, on one rank.
 
     `kept_bytes` leave out the block's input and output, for its neighbours may keep the same
-    memory. `scratch_bytes` come and go while the block runs backward, above what is kept:
+    memory. `scratch_bytes` come and go while the block runs backward, above the kept ones:
     gradients of activations and of one weight. A block that was recomputed makes the gradients of
     all its weights at once: `held_bytes` of them are there beside the scratch already, all
-    `gradient_bytes` are among the `rerun_bytes` when what it kept is gone. These are estimates.
+    `gradient_bytes` are among the `rerun_bytes` when kept tensors are gone. These are estimates.
     """
 
     input_bytes: int
