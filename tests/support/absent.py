@@ -15,7 +15,7 @@ HOLDERS = ("ganglion", "tests")
 
 
 class Absent:
-    """Enter to lose packages, leave to have them back; what is imported inside waits for next time.
+    """Enter to lose packages, leave to restore them; imports made inside are kept for next time.
 
     `beside` names modules of others that hold them, too. `refused` has every import that failed.
     """
@@ -27,7 +27,7 @@ class Absent:
         self.refused: list[str] = []
 
     def __enter__(self) -> None:
-        assert self not in sys.meta_path, "entered twice, it would bring back what is absent"
+        assert self not in sys.meta_path, "entered twice, it would bring back the absent modules"
         self._exchange()
         sys.meta_path.insert(0, self)  # type: ignore[arg-type]
 
@@ -36,7 +36,7 @@ class Absent:
         self._exchange()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Refuse what is absent; leave everything else to the finders of Python."""
+        """Refuse absent modules; leave all others to the finders of Python."""
         if _belongs(name, self._packages):
             self.refused.append(name)
             raise ModuleNotFoundError(f"{name} is absent here", name=name)

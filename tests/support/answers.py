@@ -1,4 +1,4 @@
-"""Asking the command line in this process: what it prints, and how it ends.
+"""Commands run in this process, for their output and exit code.
 
 Starting Python and importing torch takes longer than most answers. `tests/support/command.py`
 starts a process, for tests that need one.
@@ -19,28 +19,28 @@ from tests.support.absent import without_torch
 
 
 def ganglion(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Call `ganglion ...` in a folder; return what it printed and its exit code."""
+    """Call `ganglion ...` in a folder; return its output and exit code."""
     from ganglion.cli.main import main
 
-    shown, told, code = io.StringIO(), io.StringIO(), 0
+    output, errors, code = io.StringIO(), io.StringIO(), 0
     with (
         contextlib.chdir(cwd),
         mock.patch.object(sys, "argv", ["ganglion", *words]),
-        contextlib.redirect_stdout(shown),
-        contextlib.redirect_stderr(told),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
         _handlers_kept(),
     ):
         try:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-    return subprocess.CompletedProcess(words, code, shown.getvalue(), told.getvalue())
+    return subprocess.CompletedProcess(words, code, output.getvalue(), errors.getvalue())
 
 
 class TorchlessCommand:
-    """The same where torch does not exist; whoever asks for it fails, even if it would do without.
+    """The same where torch does not exist: any import of it fails the test, even if it is caught.
 
-    What it imports inside is kept from one command to the next.
+    Modules imported inside are kept from one command to the next.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 
 @dataclass
 class Expected:
-    """What workers and their centre are after all steps, and what they saw on the way."""
+    """The weights of workers and centre after all steps, and the losses and norms of each step."""
 
     workers: list[Weights]
     center: Weights
@@ -48,7 +48,7 @@ def train_workers(
     in_turn: bool = False,
     outer: OuterFactory | None = None,
 ) -> Expected:
-    """Train with nothing but torch; without an alpha, local SGD: everybody goes to the mean.
+    """Train with nothing but torch; without an alpha, local SGD: every worker goes to the mean.
 
     With `in_turn`, one worker after the other is drawn; `outer` moves the centre to the mean.
     """
@@ -125,7 +125,7 @@ def _loss_of_center(model: nn.Module, center: Weights, case: Case) -> float:
 
 @dataclass(frozen=True)
 class WorkerSaw:
-    """What one rank of a run with averaging held and saw."""
+    """The tensors and numbers of one rank of a run with averaging."""
 
     held: Held
     center: Weights
@@ -160,7 +160,7 @@ def seen(run: Run, case: Case, history: History) -> WorkerSaw:
 
 
 def assert_equals(found: list[WorkerSaw], expected: Expected, *, drifts: bool = False) -> None:
-    """Compare everything; who drifts tells what it knows of the losses, which depends on time."""
+    """Compare everything; with `drifts`, losses depend on time and are not compared."""
     for one in found:
         history = one.held.history
         if not drifts:

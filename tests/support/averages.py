@@ -54,7 +54,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Trained(NamedTuple):
-    """What one worker has at the end."""
+    """The results of one worker."""
 
     weights: Weights
     center: Weights
@@ -88,12 +88,12 @@ def train_worker(
     optimizer_of: OptimizerFactory = plain_sgd,
     dtype: torch.dtype = torch.float64,
     make: Callable[..., nn.Module] = make_model,
-    **wishes: Any,
+    **settings: Any,
 ) -> Trained:
     """Train with averaging; every worker begins with weights of its own, to be replaced."""
     model = make(dtype, seed=world.rank)
     optimizer = optimizer_of(model.parameters())
-    average = ElasticAverage(model, optimizer, world=world, **wishes)
+    average = ElasticAverage(model, optimizer, world=world, **settings)
     with average:
         losses = train_steps(model, optimizer, world.rank, range(num_steps))
     weights = copies(model)
@@ -104,11 +104,11 @@ def train_worker(
     return Trained(weights, center, losses, metrics)
 
 
-def train_threads(num_workers: int, num_steps: int, **wishes: Any) -> list[Trained]:
+def train_threads(num_workers: int, num_steps: int, **settings: Any) -> list[Trained]:
     """Train one worker a thread."""
-    inner = wishes.get("inner", 1)
+    inner = settings.get("inner", 1)
     mesh = Mesh(data=num_workers // inner, x=inner)
-    return run_threads(mesh, lambda world: train_worker(world, num_steps, **wishes))
+    return run_threads(mesh, lambda world: train_worker(world, num_steps, **settings))
 
 
 # --- the serial simulation ------------------------------------------------------------------------

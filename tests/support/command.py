@@ -46,14 +46,14 @@ def environment(**extra: str) -> dict[str, str]:
 def ganglion(
     *arguments: str, cwd: Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `ganglion ...` and return what it printed and its exit code."""
+    """Run `ganglion ...` and return its output and exit code."""
     return python("-m", "ganglion", *arguments, cwd=cwd, env=env)
 
 
 def python(
     *arguments: str, cwd: Path, env: dict[str, str] | None = None, deadline_s: float = DEADLINE_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ...` as a warm process; return what it printed and its exit code."""
+    """Run `python ...` as a warm process; return its output and exit code."""
     process = WarmProcess(arguments, cwd, env or environment())
     try:
         output, errors = process.communicate(deadline_s)
@@ -65,7 +65,7 @@ def python(
 def under_torchrun(
     num_ranks: int, *arguments: str, cwd: Path, deadline_s: float = DEADLINE_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ...` once for each rank, with what torchrun puts into their environment."""
+    """Run `python ...` once for each rank, in the environment that torchrun gives them."""
     port = free_port()
     ranks = [
         WarmProcess(arguments, cwd, environment(**torchrun_variables(rank, num_ranks, port)))
@@ -81,7 +81,7 @@ def under_torchrun(
 
 
 def torchrun_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Return what torchrun sets for a rank of one host."""
+    """Return the variables that torchrun sets for a rank of one host."""
     return {
         **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
         **{name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},

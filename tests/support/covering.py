@@ -75,10 +75,10 @@ def cells(
     only: Callable[..., bool] | None = None,
     **columns: Column,
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by the product of columns; what `covering` does not choose is slow.
+    """Parametrize a test by the product of columns; cells that `covering` does not choose are slow.
 
     Arguments whose values go together share a column: `{"schedule, pipe": [("gpipe", 2), ...]}`.
-    `only`, called with the arguments of a cell by name, says which cells the table has.
+    `only`, called with the arguments of a cell by name, returns whether the table has the cell.
     """
     columns = {**(together or {}), **columns}
     names = [name for key in columns for name in _names(key)]
@@ -104,7 +104,7 @@ def named(value: Any) -> str:
 
 
 def unfolded(value: Any) -> Factors:
-    """Return the factors of a record or a mapping, and of those in it; {} for what is but one.
+    """Return the factors of a record or a mapping, and of those in it; {} for any other value.
 
     Of a layout it counts which axes are split, and whether one has more than two ranks, not each
     size of each axis: else a table of layouts would stay nearly whole.

@@ -19,7 +19,7 @@ DEADLINE_S = 40.0
 
 
 class Crew:
-    """The processes of one test, and what they return; all are gone when the test ends."""
+    """The processes of one test and their results; all are ended with the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

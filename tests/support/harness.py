@@ -161,7 +161,7 @@ def call(task: tuple[str, str, str, tuple[Any, ...]], rank: int, num_ranks: int)
 
 
 class Ranks:
-    """What tests ask for ranks: every call gets processes of its own."""
+    """The fixture `ranks`: every call gets processes of its own."""
 
     def run(
         self,

@@ -1,4 +1,4 @@
-"""What tests of Hugging Face models share."""
+"""A Hugging Face model as a block: ids in, logits out."""
 
 from __future__ import annotations
 

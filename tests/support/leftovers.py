@@ -1,4 +1,4 @@
-"""What tests must not leave behind: processes, temporary files, segments of shared memory.
+"""Things that tests must not leave behind: processes, temporary files, segments of shared memory.
 
 Each worker has a temporary folder of its own and adopts the orphans of its tests, so that whatever
 is left is known to be of one of them: of the one after which it was first seen.
@@ -21,28 +21,28 @@ from tests.support.warm_python import FOLDER_PREFIX, SERVERS
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 _NEXT_LOOK_S = 0.1
-_GRACE_S = 10.0  # processes that were told to end may take a moment
+_GRACE_S = 10.0  # processes that were asked to end may take a moment
 
 
 @dataclass
 class Leftovers:
-    """What was there before, and after which test each new thing was first seen."""
+    """The things that were there before, and the test after which each new one was first seen."""
 
     folder: Path
     known: set[str] = field(default_factory=set)
     seen_after: dict[str, str] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Take what is there now as given."""
+        """Accept everything that is there now."""
         self.known, self.seen_after = self._present(), {}
 
     def look(self, test: str) -> None:
-        """Remember what is new after a test."""
+        """Remember the things that are new after a test."""
         for thing in self._present() - self.known:
             self.seen_after.setdefault(thing, test)
 
     def remaining(self) -> list[str]:
-        """Return what is still there when all had time to end, with the test that it came after."""
+        """Return the things that stay after a grace period, each with the test before it."""
         end_s = time.monotonic() + _GRACE_S
         while self._present() - self.known and time.monotonic() < end_s:
             time.sleep(0.05)
@@ -57,7 +57,7 @@ class Leftovers:
 
 
 def own_temporary_folder() -> Path:
-    """Let everything that this process and its children make be made below a folder of its own."""
+    """Make a folder for all temporary files of this process and its children."""
     folder = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets have at most 107 characters
     # multiprocessing has a folder in it, which it removes at an exit priority of -100.
     Finalize(None, shutil.rmtree, args=(folder,), exitpriority=-200)
@@ -98,12 +98,12 @@ def _mapped() -> set[str]:
 
 
 def hydra_files() -> set[str]:
-    """Return what mpiexec keeps in /tmp, whatever TMPDIR says, and leaves there if it is killed."""
+    """Return the files that mpiexec keeps in /tmp despite TMPDIR, and leaves there if killed."""
     return {str(path) for path in Path("/tmp").glob("hydra_hwloc_xmlfile_*")}
 
 
 def remove_what_dead_mpi_jobs_left(before: set[str]) -> None:
-    """Remove what killed jobs of MPICH have left, files since `before`, unless it is in use."""
+    """Remove unused leftovers of killed MPICH jobs, and their files that are not in `before`."""
     left = {str(path) for path in SHARED_MEMORY.glob("mpich_shm_*")} - _mapped()
     if not any("hydra_pmi_proxy" in _command(number) for number in _processes()):
         left |= hydra_files() - before  # which such a process reads and removes

@@ -63,7 +63,7 @@ class Letter:
 
 
 def traffic(seed: int, num_ranks: int, num_letters: int, *, to_self: bool = True) -> list[Letter]:
-    """Return who sends what to whom; each source posts its letters in this order."""
+    """Return source, target and content of each letter; a source posts its own in this order."""
     draw = random.Random(seed)
     letters = []
     for number in range(num_letters):
@@ -74,7 +74,7 @@ def traffic(seed: int, num_ranks: int, num_letters: int, *, to_self: bool = True
 
 
 def exchange_letters(transport: Transport, letters: list[Letter], seed: int) -> list[Arrival]:
-    """Post and receive this rank's part, interleaved at random; return what arrived, in order."""
+    """Post and receive this rank's part, interleaved at random; return the arrivals, in order."""
     draw = random.Random(f"{seed} {transport.rank}")
     outgoing = [letter for letter in letters if letter.source == transport.rank]
     num_expected = sum(letter.target == transport.rank for letter in letters)

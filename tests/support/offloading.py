@@ -76,7 +76,7 @@ FACTORIES: dict[str, OptimizerFactory] = {
 
 @dataclass(frozen=True)
 class Part:
-    """An update with what it works on."""
+    """An update with its parameters and gradients."""
 
     update: Update
     parameters: Mapping[str, nn.Parameter]
@@ -186,7 +186,7 @@ def fill_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
 
 
 def factor_of(step: int) -> Tensor | None:
-    """Return what gradients are clipped by: every third step not at all."""
+    """Return the factor that clips the gradients; every third step has none."""
     return None if step % 3 == 0 else torch.tensor(0.5 + 0.01 * step, dtype=torch.float64)
 
 
@@ -205,7 +205,7 @@ def train(part: Part, steps: range) -> None:
 
 
 def state_of(part: Part) -> dict[str, object]:
-    """Return copies of weights and state by parameter and entry, and what groups count."""
+    """Return copies of weights and state by parameter and entry, and the counters of groups."""
     found: dict[str, object] = {n: p.detach().clone() for n, p in part.parameters.items()}
     found |= {f"saved {name}": w.clone() for name, w in part.update.weights().items()}
     found |= {f"gradient {name}": g.clone() for name, g in part.update.gradients().items()}

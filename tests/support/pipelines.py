@@ -1,4 +1,4 @@
-"""What tests of pipelines share: plans, serial loops with delays written out, and comparisons."""
+"""Helpers of pipeline tests: plans, serial loops with delays written out, and comparisons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan_for(case: Case, schedule: str, pipe: int, data: int, m: int, **more: ob
 
 
 def merged(histories: list[History], plan: Plan) -> History:
-    """Join what the ranks of a pipeline hold and the gradients they saw.
+    """Join the weights and gradients of the ranks of a pipeline.
 
     Tied weights and their gradients must agree, to the last bit, where several ranks hold them.
     """
@@ -75,12 +75,12 @@ def assert_equals(plan: Plan, case: Case, expected: History, faults: Faults | No
     histories = run_threads(
         plan.mesh(), lambda world: train_parallel(world, plan, case), faults=faults
     )
-    with told(faults):
+    with naming_faults(faults):
         assert_same_history(merged(histories, plan), expected, case.dtype)
 
 
 def serial_of(plan: Plan, case: Case) -> History:
-    """Return what one process does, with the delays of the schedule written out if it has any."""
+    """Return the history of one process, with the delays of the schedule written out."""
     if plan.schedule == "stash":
         (boundary,) = plan.stage_boundaries
         return stashed(case, plan.pipe, plan.num_microbatches, boundary, plan.num_shares)
@@ -88,7 +88,7 @@ def serial_of(plan: Plan, case: Case) -> History:
 
 
 def delayed(case: Case) -> History:
-    """Return what a serial loop with the delay of two_bw does; remembered: leave it as it is."""
+    """Return the history of a serial loop with the delay of two_bw; cached, so do not change it."""
     return _delayed(in_one_process(case))
 
 
@@ -112,19 +112,19 @@ def train_at_once(world: World, plan: Plan, case: Case) -> History:
 def assert_equals_at_once(
     plan: Plan, case: Case, expected: History, faults: Faults | None = None
 ) -> History:
-    """Train all batches in one go and compare with `expected`; return what happened."""
+    """Train all batches in one go and compare with `expected`; return the history."""
     histories = run_threads(
         plan.mesh(), lambda world: train_at_once(world, plan, case), faults=faults
     )
     found = merged(histories, plan)
-    with told(faults):
+    with naming_faults(faults):
         assert_same_history(found, expected, case.dtype)
     return found
 
 
 @contextmanager
-def told(faults: Faults | None) -> Iterator[None]:
-    """Say with a comparison that fails which faults there were, to repeat them."""
+def naming_faults(faults: Faults | None) -> Iterator[None]:
+    """Add the injected faults to the error of a comparison that fails, to repeat them."""
     try:
         yield
     except AssertionError as error:

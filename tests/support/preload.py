@@ -1,4 +1,4 @@
-"""What the fork server of the tests imports once, for all the processes that it forks."""
+"""The imports of the tests' fork server, made once for all the processes that it forks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 
 import numpy.testing  # noqa: F401  torch.testing imports it
 import pytest  # noqa: F401
-import torch._dynamo  # what an optimizer imports with its first step
+import torch._dynamo  # the first step of an optimizer imports it
 import torch.distributed.launcher.api
 import torch.testing
 import torch.utils.tensorboard

@@ -1,4 +1,4 @@
-"""A driver without a clock: what happens next is drawn at random among all that may.
+"""A driver without a clock: the next event is drawn at random among all that are possible.
 
 The simulator orders events by time; this one lets messages overtake each other, actions end in any
 order and ranks of a tensor group hear of things at different moments. Whatever order it draws, the
@@ -47,7 +47,7 @@ class RandomDriver:
                 schedule.stop_admitting()
         self._case = Case.of([group[0] for group in self._plain], batches)
         self._now = 0
-        # What may happen next: (rank, index in the group, end of an action or arrival).
+        # The possible events: (rank, index in the group, end of an action or arrival).
         self._future: list[tuple[int, int, tuple[Action, int, int] | Message | Order]] = []
         self._steps: list[list[list[Step]]] = [[[] for _ in group] for group in self._plain]
 
@@ -133,7 +133,7 @@ class RandomDriver:
 
 
 def _lanes(steps: list[Step]) -> dict[str, list[tuple[Action, int]]]:
-    """Return what each lane ran, in order, and with which version."""
+    """Return the actions of each lane in order, each with its version."""
     lanes: dict[str, list[tuple[Action, int]]] = {}
     for step in sorted(steps, key=lambda step: step.start_s):
         lanes.setdefault(step.action.lane, []).append((step.action, step.version))

@@ -1,4 +1,4 @@
-"""Show that a change keeps numbers: record what runs and tables give, then compare with the record.
+"""Show that a change keeps numbers: record the results of runs and tables, then compare.
 
     python -m tests.support.sameness record before.json      # on the old tree, each layout twice
     python -m tests.support.sameness compare before.json     # on the new one
@@ -82,7 +82,7 @@ TABLES = {
     "simulate_trace": "simulate RUN:pipe2_2bw --cluster laptop --slow 1:2 --trace out.jsonl --json",
     "print_config": "train --print-config",
 }
-# The record of time, of memory in use and of folders says nothing about numbers.
+# The record of time, of memory in use and of folders is left out: it changes from run to run.
 TIMED = {"tokens_per_s", "step_s", "peak_bytes", "start_s", "end_s", "flow", "measured", "offset_s"}
 
 
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def look(name: str) -> dict[str, str]:
-    """Return what a layout or a table gives, by the name of each number, file or text."""
+    """Return the results of a layout or a table, by the name of each number, file or text."""
     with tempfile.TemporaryDirectory(prefix="sameness-") as folder:
         return _train(name, Path(folder)) if name in LAYOUTS else _print(name, Path(folder))
 

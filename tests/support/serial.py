@@ -21,7 +21,7 @@ TOLERANCE = {torch.float64: (1e-10, 1e-12), torch.float32: (2e-4, 2e-5)}
 
 @dataclass
 class History:
-    """What a training did: losses, norms and gradients of each step, and the final weights."""
+    """The history of a training: losses, norms and gradients of each step, and final weights."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -115,7 +115,7 @@ def assert_same_by_name(
 ) -> None:
     """Compare every tensor under its name; `exactly` means to the last bit.
 
-    `what` says in an error what the tensors are.
+    `what` names the tensors in errors.
     """
     strange = sorted(set(actual) ^ set(expected))
     assert not strange, f"{what}{', '.join(strange)} only on one side"
@@ -146,7 +146,7 @@ def assert_same_gradients(
 
 
 def gradients_of(step: int) -> str:
-    """Say in errors what is compared."""
+    """Return the name of the gradients of a step, for errors."""
     return f"step {step}, gradient of "
 
 

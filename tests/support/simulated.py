@@ -1,4 +1,4 @@
-"""Simulate a schedule and hold the result to the laws: what the tests of the deciders share."""
+"""Simulate a schedule and check that the result obeys the laws."""
 
 from __future__ import annotations
 

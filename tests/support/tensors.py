@@ -59,7 +59,7 @@ WIDE: dict[str, ModelShape] = {
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank of a run held in the end."""
+    """The tensors of one rank at the end of a run."""
 
     history: History
     placements: Mapping[str, Placement]
@@ -93,7 +93,7 @@ def whole(
 ) -> dict[str, Tensor]:
     """Put the pieces of all ranks together; ranks that hold the same must hold equal values.
 
-    `what` says in an error what the tensors are.
+    `what` names the tensors in errors.
     """
     found: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
@@ -114,7 +114,7 @@ def whole(
                     boxes.add(key)
                 assert same, f"{what}{name} drifts apart"
     for name, known in filled.items():
-        assert bool(known.all()), f"nobody holds all of {what}{name}"
+        assert bool(known.all()), f"parts of {what}{name} are on no rank"
     return found
 
 
@@ -171,7 +171,7 @@ class Task:
 
 
 def train_task(world: World, plan: Plan, task: Task) -> Held:
-    """Train under `plan` and return what this rank holds, with where it belongs."""
+    """Train under `plan` and return the tensors of this rank, with their places."""
     run, history = task.run(world, plan), History()
     share = world.coordinates.data * plan.z + world.coordinates.z
     part = slice(share * plan.share_size, (share + 1) * plan.share_size)
@@ -276,7 +276,7 @@ def named(plan: Plan) -> str:
 
 
 def own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each thread draw its dropout for itself, as processes do, with torch's own generator."""
+    """Draw the dropout of each thread by itself, as processes do, with torch's own generator."""
     own, drawn = threading.local(), torch.dropout
 
     def seed(number: int) -> None:

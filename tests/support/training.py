@@ -66,7 +66,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True)
 class Case:
-    """One training to compare: what, how and on how many samples."""
+    """One training to compare: model, optimizer, batches and switches."""
 
     model: str = "gpt"
     optimizer: str = "adamw"
@@ -180,12 +180,12 @@ def make_run(
 
 
 def train_parallel(world: World, plan: Plan, case: Case) -> History:
-    """Train under `plan` and return what happened, as this rank saw it."""
+    """Train under `plan` and return the history of this rank."""
     return train_split(world, plan, case).history
 
 
 def train_split(world: World, plan: Plan, case: Case) -> Held:
-    """Train under `plan` and return what this rank holds, with where it belongs."""
+    """Train under `plan` and return the tensors of this rank, with their places."""
     watch, history = Watch(FACTORIES[case.optimizer]), History()
     run = make_run(world, plan, case, watch=watch)
     for batch in make_batches(case):
@@ -216,7 +216,7 @@ def train_split_at_once(world: World, plan: Plan, case: Case) -> Held:
 
 
 def train_serial(case: Case) -> History:
-    """Train the whole model in this process: what every layout must equal.
+    """Train the whole model in this process, which every layout must equal.
 
     Many layouts are compared with one training, so that is remembered: leave it as it is.
     """
@@ -224,7 +224,7 @@ def train_serial(case: Case) -> History:
 
 
 def in_one_process(case: Case) -> Case:
-    """Return a case without what says how ranks work: in one process it changes nothing."""
+    """Return a case without the settings that change nothing in one process."""
     return replace(
         case,
         overlap=True,

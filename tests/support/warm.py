@@ -6,9 +6,9 @@
                                                   `- fork: the fork server of its ranks
                                                               `- fork: rank 0, rank 1, ...
 
-A fork is a fresh process: nothing that one test does is seen by the next. What differs from a start
-of its own is that imports are done, and that environment variables which torch reads while it is
-imported come from the server. Tests of the start itself use `tests.support.command.cold`.
+A fork is a fresh process: nothing leaks from one test to the next. It differs from a new process in
+two ways: imports are done, and environment variables that torch reads while it is imported come
+from the server. Tests of the start itself use `tests.support.command.cold`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CONTEXT.set_forkserver_preload(["tests.support.preload"])
 
 
 def run_program(arguments: list[str], cwd: str, env: dict[str, str], executable: str) -> None:
-    """Do what the interpreter does with `-m MODULE ...`, `-c CODE ...` or `SCRIPT ...`, and end."""
+    """Run `-m MODULE ...`, `-c CODE ...` or `SCRIPT ...` as the interpreter does, and exit."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     sys.executable = executable
     spawn.set_executable(executable)
     multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    tempfile.tempdir = None  # what the server chose
+    tempfile.tempdir = None  # the choice of the server
     util.spawnv_passfds = _fork_a_server  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # one of its own
     _exit(_code_of([*itertools.dropwhile(_is_flag, arguments)], cwd))
@@ -78,21 +78,21 @@ def _run_as_main(arguments: list[str], cwd: str) -> None:
 
 
 def _exit(code: int) -> None:
-    """Do what an interpreter does at its end, but for taking modules apart, which takes 0.2 s."""
+    """Exit as an interpreter does, without taking modules apart, which takes 0.2 s."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if (mpi := sys.modules.get("mpi4py.MPI")) and not mpi.Is_finalized():
         mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
-    ctypes.PyDLL(None).exit(code)  # with handlers of C libraries: MPICH's takes leave of mpiexec
+    ctypes.PyDLL(None).exit(code)  # with handlers of C libraries: MPICH's signs off from mpiexec
 
 
 _spawn = util.spawnv_passfds  # type: ignore[attr-defined]
 
 
 def _fork_a_server(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Start a program of multiprocessing; its servers begin with what is imported here."""
+    """Start a program of multiprocessing; its servers begin with the imports of this process."""
     code = str(arguments[-1])
     if not code.startswith(("from multiprocessing.forkserver", "from multiprocessing.resource_tr")):
         return int(_spawn(path, arguments, descriptors))
@@ -102,7 +102,7 @@ def _fork_a_server(path: str, arguments: Sequence[str], descriptors: Sequence[in
     # Held by the thread that is starting the server.
     forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
     try:
-        _let_go_of_all_but({0, 1, 2, *descriptors})
+        _close_all_but({0, 1, 2, *descriptors})
         exec(code, {})
     except Exception:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -110,8 +110,8 @@ def _fork_a_server(path: str, arguments: Sequence[str], descriptors: Sequence[in
         os._exit(0)
 
 
-def _let_go_of_all_but(kept: set[int]) -> None:
-    """Close what the start of a program would close: above all the server's own lifeline.
+def _close_all_but(kept: set[int]) -> None:
+    """Close the files that the start of a program would close, such as the server's own lifeline.
 
     The numbers stay taken: objects of this process that own them may close them at any time.
     """

@@ -1,4 +1,4 @@
-"""`python ...` as a fork of a warm server: what the interpreter of warm_python.py runs.
+"""`python ...` as a fork of a warm server: the program of warm_python.py.
 
 It sends the server its arguments, folder, environment and open files, passes signals on to the fork
 and ends as the fork ends. Started without site packages and with few imports, it takes 20 ms.

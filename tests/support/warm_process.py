@@ -58,7 +58,7 @@ class WarmProcess:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end; return what was printed to both streams."""
+        """Wait for the end; return the text of both streams."""
         self.wait(timeout)
         output, errors = self._printed()
         return output, errors

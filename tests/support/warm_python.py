@@ -51,7 +51,7 @@ def warm_python() -> str:
 def _serve(address: str, program: str) -> None:
     """Fork a watcher for every client."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the watchers
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0" + address)
     listener.listen(_BACKLOG)
@@ -66,7 +66,7 @@ def _serve(address: str, program: str) -> None:
 
 
 def _watch(client: socket.socket, program: str) -> None:
-    """Fork the program; tell the client how it ends, and end it when the client is gone."""
+    """Fork the program; send its status to the client, and end it when the client is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, files, _, _ = socket.recv_fds(client, 8, _NUM_FILES)
     arguments, cwd, env, numbers = marshal.loads(_receive(client, int.from_bytes(size, "little")))
@@ -101,7 +101,7 @@ def _receive(client: socket.socket, size: int) -> bytes:
 def _take(files: dict[int, int]) -> None:
     """Give files the numbers that they have in the client."""
     above = max([*files, *files.values()]) + 1
-    # First out of the way: the number of one may be what another is to have.
+    # First out of the way: the number of one file may be the goal of another.
     moved = {number: fcntl.fcntl(file, fcntl.F_DUPFD, above) for number, file in files.items()}
     for file in files.values():
         os.close(file)

@@ -50,7 +50,7 @@ def _obey(args: argparse.Namespace) -> None:
 
 
 def _durations(junit: Path) -> dict[str, float]:
-    """Return what each test took by its node id, which the file of JUnit holds in two parts."""
+    """Return the duration of each test by its node id, which JUnit files hold in two parts."""
     seconds = {}
     for case in ElementTree.parse(junit).iter("testcase"):
         file = case.get("classname", "").replace(".", "/") + ".py"
@@ -60,7 +60,7 @@ def _durations(junit: Path) -> dict[str, float]:
 
 def _run(args: argparse.Namespace, moved: dict[str, str]) -> None:
     """Judge the mutants that the results do not hold yet, as long as the time lasts."""
-    revert(args.tree)  # what an interrupted run has left
+    revert(args.tree)  # an interrupted run may have left a mutant
     results = json.loads(args.json.read_text()) if args.json.exists() else []
     done = {each["id"] for each in results}
     known = json.loads(Path(args.order[1]).read_text()) if args.order else {}
@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace, moved: dict[str, str]) -> None:
 
 
 def _touching(record: Path, known: dict[str, float]) -> list[str]:
-    """Return the tests that ran a function; what ran outside of any is recorded as `?`."""
+    """Return the tests that ran a function; runs outside of any test are recorded as `?`."""
     tests = set(record.read_text().splitlines()) - {"?"} if record.exists() else set()
     return sorted(test for test in tests if not known or test in known)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Edit = tuple[int, int, str]  # bytes of a file, from and to, and what they become
+Edit = tuple[int, int, str]  # bytes of a file, from and to, and their replacement
 Candidate = tuple[str, list[Edit]]  # an operator and its edits
 
 # Not `//` to `/`: a float where an index is due fails anywhere, and shows nothing.
@@ -66,7 +66,7 @@ def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
 
 
 def sha_of(function: Function) -> str:
-    """Return what tells whether a function is still the same, wherever it stands."""
+    """Return a digest of a function that does not depend on its place."""
     return hashlib.sha256(ast.unparse(function).encode()).hexdigest()[:16]
 
 
@@ -138,7 +138,7 @@ def _swapped(source: Source, op: ast.AST, *operands: ast.expr) -> Iterator[Candi
 
 
 def _is_text(operand: ast.expr) -> bool:
-    """Tell what is joined and not added: there another operator fails whatever the texts are."""
+    """Return whether texts are joined: there another operator fails whatever they are."""
     if isinstance(operand, ast.Constant):
         return isinstance(operand.value, str | bytes)
     return isinstance(operand, ast.JoinedStr | ast.List | ast.ListComp | ast.Tuple)

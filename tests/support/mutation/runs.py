@@ -16,13 +16,13 @@ from pathlib import Path
 from tests.support.mutation.trees import Changed, Mutant, apply, revert
 
 MOST_TESTS = 60
-SECOND_S = 240.0  # what the tests of the second round may take
+SECOND_S = 240.0  # time limit of the second round
 _TOKEN = "GANGLION_MUTANT_RUN"
 
 
 @dataclass
 class Result:
-    """What became of a mutant, by which test."""
+    """The fate of a mutant, and the test that decided it."""
 
     id: str
     verdict: str = (
@@ -37,14 +37,14 @@ class Result:
 
 @dataclass
 class Runner:
-    """A tree, what each of its tests takes, and where files of the package moved to."""
+    """A tree, the duration of each of its tests, and the new places of moved files."""
 
     tree: Path
     durations: dict[str, float]
     moved: dict[str, str]
 
     def judge(self, mutant: Mutant, touching: list[str]) -> Result:
-        """Run what touches a mutant and, if all passes, what stands beside it in these files."""
+        """Run the tests that touch a mutant and, if all pass, the other tests of their files."""
         result = Result(mutant.id, touching=len(touching))
         begin_s = time.monotonic()
         first = self._first(touching)
@@ -68,7 +68,7 @@ class Runner:
         return of_files + rest[: max(0, MOST_TESTS - len(of_files))]
 
     def _second(self, touching: list[str], first: list[str]) -> list[str]:
-        """Return other tests: what tests share is recorded for the first of them only."""
+        """Return other tests: shared set-up is recorded for the first of them only."""
         files = {_file(test) for test in touching}
         beside = [test for test in self.durations if _file(test) in files]
         spent_s, taken = 0.0, []
@@ -79,7 +79,7 @@ class Runner:
         return taken
 
     def _ordered(self, tests: list[str]) -> list[str]:
-        """Order by cost, the tests of a file together: they may share what is costly to build."""
+        """Order by cost, the tests of a file together: they may share a costly set-up."""
         files: dict[str, list[str]] = {}
         for test in sorted(tests, key=lambda each: (self._seconds(each), each)):
             files.setdefault(_file(test), []).append(test)
@@ -103,14 +103,14 @@ class Runner:
             tests = [each for each in tests if each != test]
 
     def _is_confirmed(self, mutant: Mutant, suspects: list[str], verdict: str) -> bool:
-        """Tell a catch from a test that fails now and then: it passes without, fails with it."""
+        """Return whether a test passes without the mutant and fails with it, unlike a flaky one."""
         if self._pytest(suspects)[0] != "passed":
             return False
         return verdict == "timeout" or self._pytest(suspects, mutant)[0] != "passed"
 
     def _pytest(self, tests: list[str], mutant: Mutant | None = None) -> tuple[str, str]:
         """Return how a run ended, and with which test if it did not pass."""
-        # Far from what they take: each has a time limit of its own, and machines are shared.
+        # Generous: each test has a time limit of its own, and machines are shared.
         limit_s = 120 + 4 * sum(map(self._seconds, tests))
         if mutant:
             apply(self.tree, mutant, self.moved)
@@ -121,7 +121,7 @@ class Runner:
 
 
 def _run_pytest(tree: Path, tests: list[str], limit_s: float) -> tuple[int | None, str]:
-    """Return the exit code, which is None after the time limit, and what was printed."""
+    """Return the exit code, which is None after the time limit, and the output."""
     options = ["-x", "-vv", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
     token = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -141,7 +141,7 @@ def _run_pytest(tree: Path, tests: list[str], limit_s: float) -> tuple[int | Non
 
 
 def _end_all(token: str) -> None:
-    """End what the run has left, which may have begun sessions of its own: by its environment."""
+    """End the processes that a run left, found by their environment: they may have own sessions."""
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if f"{_TOKEN}={token}".encode() in entry.read_bytes():

@@ -13,7 +13,7 @@ from tests.support.mutation.candidates import Edit, Function, Source, candidates
 
 LEAST = 3  # mutants of every folder
 _STATE = ".mutant.json"
-# Reads bytes, which is cheap. A fork may keep what was seen: its parent has written it.
+# Reads bytes, which is cheap. A fork may keep the seen set: its parent has written it.
 _RECORDER = """import builtins, os
 seen, folder, environment = set(), os.environ.get("GANGLION_TOUCHED"), os.environ._data
 
@@ -32,7 +32,7 @@ Place = tuple[str, Source, str, Function]  # the file, its text, a function of i
 
 
 class Changed(SystemExit):
-    """A mutant's function is not what it was when the mutant was chosen."""
+    """The function of a mutant has changed since the mutant was chosen."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def revert(tree: Path) -> None:
 def _find(tree: Path, mutant: Mutant, moved: dict[str, str]) -> tuple[Path, Source, Function]:
     path = tree / moved.get(mutant.path, mutant.path)
     if not path.exists():
-        raise Changed(f"{mutant.id}: there is no {path}; say where it went by --moved")
+        raise Changed(f"{mutant.id}: there is no {path}; name its new place with --moved")
     source = Source(path.read_bytes())
     for name, function in functions(source.tree):
         if name == mutant.function and sha_of(function) == mutant.sha:
@@ -127,7 +127,7 @@ def _find(tree: Path, mutant: Mutant, moved: dict[str, str]) -> tuple[Path, Sour
 
 
 def mark(tree: Path, mutants: list[Mutant], moved: dict[str, str]) -> None:
-    """Let the function of each mutant say that it is run."""
+    """Insert a mark into the function of each mutant, which records that it ran."""
     marks: dict[Path, tuple[Source, list[Edit]]] = {}
     for mutant in mutants:
         path, source, function = _find(tree, mutant, moved)
