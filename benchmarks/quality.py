@@ -37,8 +37,7 @@ from ganglion.decide.config.files import QUICKSTART, recipe
 from ganglion.execute.comm import torch_world
 from ganglion.execute.models import loss_function
 from ganglion.execute.train.job import build_blocks, open_source
-from ganglion.execute.update.learning_rate import warmup_cosine
-from ganglion.execute.update.optimizers import optimizer_factory
+from ganglion.execute.update.optimizers import optimizer_factory, warmup_cosine
 
 PIPE = 2
 STEPS, QUICK_STEPS = 140, 25

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ganglion.execute.train.step_watch import StepWatch
+from ganglion.execute.train.loop import StepWatch
 
 
 class Clock:

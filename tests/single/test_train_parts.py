@@ -13,8 +13,7 @@ from ganglion.execute.comm import run_threads
 from ganglion.execute.measure.memory import keep_freed_memory, return_large_blocks
 from ganglion.execute.measure.peak import count_flops, machine_peak
 from ganglion.execute.models import GPT, cross_entropy, named_blocks, named_parameters
-from ganglion.execute.update.learning_rate import warmup_cosine
-from ganglion.execute.update.optimizers import build_optimizers, optimizer_factory
+from ganglion.execute.update.optimizers import build_optimizers, optimizer_factory, warmup_cosine
 
 SHAPE = GPTShape(
     vocab_size=32,

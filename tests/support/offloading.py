@@ -16,8 +16,13 @@ from ganglion.execute.comm import SoloGroup
 from ganglion.execute.gradients import GradientBuckets, Reach
 from ganglion.execute.update import WeightVersions
 from ganglion.execute.update.masters import MasterUpdate
-from ganglion.execute.update.offloaded import OffloadedUpdate, OffloadSettings, StateOnTier
-from ganglion.execute.update.offloaded_masters import OffloadedMasterUpdate, masters_on_tier
+from ganglion.execute.update.offloaded import (
+    OffloadedMasterUpdate,
+    OffloadedUpdate,
+    OffloadSettings,
+    StateOnTier,
+    masters_on_tier,
+)
 from ganglion.execute.update.optimizers import OptimizerFactory, optimizer_factory
 from ganglion.execute.update.precision import take_masters
 from ganglion.execute.update.updating import PlainUpdate, Update

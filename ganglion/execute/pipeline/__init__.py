@@ -19,8 +19,7 @@ from ganglion.execute.pipeline.blocks import (
 from ganglion.execute.pipeline.build import build_pipeline
 from ganglion.execute.pipeline.context import BuildContext, LocalModel
 from ganglion.execute.pipeline.engine import Agreement, Engine, StageActions
-from ganglion.execute.pipeline.executor import Batch, Executor, Share
-from ganglion.execute.pipeline.microbatches import cut_batch
+from ganglion.execute.pipeline.executor import Batch, Executor, Share, cut_batch
 from ganglion.execute.pipeline.pipeline_executor import PipelineExecutor
 from ganglion.execute.pipeline.tensor_split import (
     Splitting,

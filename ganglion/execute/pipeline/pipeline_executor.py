@@ -19,8 +19,7 @@ from ganglion.decide.schedules.pipeline import Action
 from ganglion.execute.comm import World, broadcast_tensor
 from ganglion.execute.models import evaluation_mode
 from ganglion.execute.pipeline.engine import Engine
-from ganglion.execute.pipeline.executor import Share
-from ganglion.execute.pipeline.microbatches import cut_batch
+from ganglion.execute.pipeline.executor import Share, cut_batch
 from ganglion.execute.pipeline.stage_worker import StagePart, StageWorker
 from ganglion.execute.update import BatchEnd, StepNumbers, StepResult, as_input, wide
 from ganglion.trace import COMPUTE, Recorder

@@ -12,8 +12,7 @@ from ganglion.execute.train.job import (
     parallelize_file,
 )
 from ganglion.execute.train.loop import Observer, train
-from ganglion.execute.train.memory_observer import MemoryObserver
-from ganglion.execute.train.observers import file_observers
+from ganglion.execute.train.observers import MemoryObserver, file_observers
 from ganglion.execute.train.parallelize import parallelize
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.saved import with_saved_cut

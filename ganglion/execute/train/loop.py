@@ -1,16 +1,47 @@
-"""The training loop, and what watches it."""
+"""The training loop, its observers, and the length of a step."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ganglion.execute.averaging.methods import ExchangeMetrics
 from ganglion.execute.train.job import Job, is_due
-from ganglion.execute.train.step_watch import StepWatch
 from ganglion.execute.update import StepResult
 from ganglion.trace import StepMetrics
+
+
+class StepWatch:
+    """Measures steps from the end of one to the end of the next, without what lies between.
+
+    A pipeline that is drained ends several steps before the first of them is reported: their ends
+    count, not the moments of the reports. Evaluating and saving are nobody's step.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Begin the first step now."""
+        self._clock = clock
+        self._ended_s = self._resumed_s = clock()
+        self._reported_s = 0.0
+        self._paused_s = 0.0
+
+    def step_s(self, finished_s: float) -> float:
+        """Return how long the step took that ended at `finished_s` and is reported now."""
+        self._reported_s = self._clock()
+        took_s = finished_s - self._ended_s
+        self._ended_s = finished_s
+        if finished_s >= self._resumed_s:  # it went on after the pauses, not before them
+            took_s -= self._paused_s
+            self._paused_s = 0.0
+        return took_s
+
+    def pause_over(self) -> None:
+        """Say that all has been done about the last report."""
+        self._resumed_s = self._clock()
+        self._paused_s += self._resumed_s - self._reported_s
+
 
 logger = logging.getLogger(__name__)
 

@@ -6,17 +6,22 @@ from ganglion.execute.update.batch_end import (
     BatchEnd,
     StepResult,
 )
-from ganglion.execute.update.feedback import ErrorFeedback
-from ganglion.execute.update.learning_rate import LrFactor, RateSetter, constant, warmup_cosine
 from ganglion.execute.update.offloaded import OffloadSettings
-from ganglion.execute.update.optimizers import OptimizerFactory, optimizer_factory
+from ganglion.execute.update.optimizers import (
+    LrFactor,
+    OptimizerFactory,
+    RateSetter,
+    constant,
+    optimizer_factory,
+    warmup_cosine,
+)
 from ganglion.execute.update.policy import GradientDecision, GradientPolicy
 from ganglion.execute.update.precision import WideLoss, as_input, wide
 from ganglion.execute.update.split_muon import SplitMatrices, over_pieces
 from ganglion.execute.update.step_numbers import StepNumbers
 from ganglion.execute.update.update_factory import UpdateFactory
 from ganglion.execute.update.updating import Update
-from ganglion.execute.update.versions import WeightVersions
+from ganglion.execute.update.versions import ErrorFeedback, WeightVersions
 
 __all__ = [
     "AverageWeights",

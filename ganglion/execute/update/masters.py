@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from ganglion.execute.update.optimizers import OptimizerFactory, build_optimizers
 from ganglion.execute.update.updating import (
-    InMemory,
-    PlacedUpdate,
-    StatePlace,
+    ResidentState,
+    Update,
     Wait,
     all_there,
     wait_for_all,
@@ -25,7 +24,7 @@ from ganglion.execute.update.updating import (
 from ganglion.execute.update.versions import WeightVersions
 
 
-class OnMasters(PlacedUpdate):
+class OnMasters(Update):
     """Optimizers on fp32 masters, wherever these are; the parameters of the model follow them."""
 
     def __init__(
@@ -34,13 +33,13 @@ class OnMasters(PlacedUpdate):
         masters: Mapping[str, nn.Parameter],
         factory: OptimizerFactory,
         versions: WeightVersions | None,
-        state: StatePlace | None = None,
+        state: ResidentState | None = None,
     ) -> None:
         """Build optimizers for the masters of trainable parameters, which go by the same names."""
         self._parameters = parameters
         self._masters = masters
         self.optimizers = build_optimizers(factory, masters) if masters else []
-        super().__init__(InMemory(self.optimizers) if state is None else state, versions)
+        super().__init__(ResidentState(self.optimizers) if state is None else state, versions)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the masters."""

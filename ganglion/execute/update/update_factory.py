@@ -14,14 +14,18 @@ from torch import nn
 
 from ganglion.decide.plan import Plan
 from ganglion.execute.gradients import GradientBuckets
-from ganglion.execute.update.feedback import ErrorFeedback
 from ganglion.execute.update.masters import MasterUpdate
-from ganglion.execute.update.offloaded import OffloadedUpdate, OffloadSettings, StateOnTier
-from ganglion.execute.update.offloaded_masters import OffloadedMasterUpdate, masters_on_tier
+from ganglion.execute.update.offloaded import (
+    OffloadedMasterUpdate,
+    OffloadedUpdate,
+    OffloadSettings,
+    StateOnTier,
+    masters_on_tier,
+)
 from ganglion.execute.update.optimizers import OptimizerFactory
 from ganglion.execute.update.precision import take_masters
 from ganglion.execute.update.updating import PlainUpdate, Update
-from ganglion.execute.update.versions import WeightVersions
+from ganglion.execute.update.versions import ErrorFeedback, WeightVersions
 from ganglion.trace import Recorder
 
 

@@ -1,7 +1,6 @@
 """An update: how gradients move the weights of one part of a model, a replica or a stage.
 
-Executors scale, clip and decide; what is moved, where it lives and in which precision is known
-here alone:
+Executors scale, clip and decide. Where the weights live and in which precision is known here alone:
 
     norm of all ranks ---> factor ---> update.step(gradients, factor) ---> the next weights
                       \\-> (nothing of use in the gradients) update.skip()
@@ -9,15 +8,14 @@ here alone:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ganglion.execute.update.feedback import ErrorFeedback
 from ganglion.execute.update.optimizers import OptimizerFactory, build_optimizers
-from ganglion.execute.update.versions import WeightVersions
+from ganglion.execute.update.versions import ErrorFeedback, WeightVersions
 
 Wait = Callable[[int], None]  # returns when the buffer of that number holds its sums
 
@@ -26,68 +24,25 @@ def all_there(number: int) -> None:
     """Wait for nothing: all buffers hold their sums."""
 
 
-class Update(Protocol):
-    """Moves the trainable weights of a part; they go by their serial names."""
+class ResidentState:
+    """The state of optimizers in memory: there is nothing to fetch or give back.
 
-    @property
-    def is_gradual(self) -> bool:
-        """Whether a step begins with the first gradients, while others are still summed."""
+    State on a lower tier overrides what differs.
+    """
 
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Whose rates are set and whose state is saved."""
+    is_gradual = False  # whether a step begins with the first gradients, while others are summed
 
-    def begin(self) -> None:
-        """Say that gradients are on their way: what a step needs may be fetched meanwhile."""
-
-    def step(
-        self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there
-    ) -> None:
-        """Make the next weights from the gradients times `factor`.
-
-        `buffers` are the flat gradients, of which every `grad` is a view; `wait` for each in turn.
-        """
-
-    def skip(self) -> None:
-        """Let the next weights be the present ones; nothing else changes."""
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights that a checkpoint saves, of full precision, to be filled by a load."""
-
-    def on_load(self) -> None:
-        """Say that `weights` were filled: what follows from them must follow."""
-
-    def on_saved(self) -> None:
-        """Say that weights and state were saved: memory that reading them took can go."""
-
-    def room(self, name: str, entry: str) -> Tensor | None:
-        """Return where a load must put an entry that is shaped like its parameter; None: memory."""
-
-    def gradients(self) -> Mapping[str, Tensor]:
-        """Return the gradients of the last step, as the optimizers saw them."""
-
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Return what it holds between steps beside weights and gradients, by category.
-
-        Categories are those of the memory model; what lies on a lower tier comes first.
-        """
-
-    def close(self) -> None:
-        """Release what it holds outside of memory."""
-
-
-class StatePlace(Protocol):
-    """Where the state of optimizers lives, and what lets them step there."""
-
-    @property
-    def is_gradual(self) -> bool:
-        """Whether a step begins with the first gradients, while others are still summed."""
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let some optimizers step as they are."""
+        self._optimizers = optimizers
 
     def begin(self) -> None:
         """Begin to fetch what a step needs."""
 
     def update(self, wait: Wait) -> None:
         """Let the optimizers step; wait for gradients, if it is gradual."""
+        for optimizer in self._optimizers:
+            optimizer.step()
 
     def check(self) -> None:
         """Refuse to be read after a step that failed half-way."""
@@ -100,57 +55,23 @@ class StatePlace(Protocol):
 
     def room(self, name: str, entry: str) -> Tensor | None:
         """Return where a load must put an entry that is shaped like its parameter; None: memory."""
+        return None
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return what is held, by the categories of the memory model; "moments" among them."""
+        return {"moments": state_tensors(self._optimizers)}
 
     def close(self) -> None:
         """Release what is held outside of memory."""
 
 
-class InMemory:
-    """The state of optimizers where they made it: there is nothing to fetch or give back."""
+class Update(ABC):
+    """Moves the trainable weights of a replica or a stage; they go by their serial names."""
 
-    is_gradual = False
+    optimizers: Sequence[Optimizer]  # whose rates are set and whose state is saved
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let some optimizers step as they are."""
-        self._optimizers = optimizers
-
-    def begin(self) -> None:
-        """Do nothing: all is here."""
-
-    def update(self, wait: Wait) -> None:
-        """Let the optimizers step."""
-        for optimizer in self._optimizers:
-            optimizer.step()
-
-    def check(self) -> None:
-        """Do nothing: a step that failed ended the run."""
-
-    def on_load(self) -> None:
-        """Do nothing: it was filled itself."""
-
-    def on_saved(self) -> None:
-        """Do nothing."""
-
-    def room(self, name: str, entry: str) -> Tensor | None:
-        """Return None: state lives in memory."""
-        return None
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """Return the state of the optimizers."""
-        return {"moments": state_tensors(self._optimizers)}
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PlacedUpdate:
-    """What all updates have in common, wherever their state is."""
-
-    def __init__(self, state: StatePlace, versions: WeightVersions | None) -> None:
-        """Join a place of state with the versions of the weights, if there are several."""
+    def __init__(self, state: ResidentState, versions: WeightVersions | None) -> None:
+        """Join the state of optimizers with the versions of the weights, if there are several."""
         self._state = state
         self._versions = versions
 
@@ -160,14 +81,31 @@ class PlacedUpdate:
         return self._state.is_gradual
 
     def begin(self) -> None:
-        """Begin to fetch what a step needs."""
+        """Begin to fetch what a step needs, while gradients are on their way."""
         self._state.begin()
 
+    @abstractmethod
+    def step(
+        self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there
+    ) -> None:
+        """Make the next weights from the gradients times `factor`.
+
+        `buffers` are the flat gradients, of which every `grad` is a view; `wait` for each in turn.
+        """
+
     def skip(self) -> None:
-        """Let the next version, if there are versions, be the present one."""
+        """Keep the weights: the next version, if there are versions, equals the present one."""
         if self._versions is not None:
             self._versions.begin_update()
             self._versions.end_update()
+
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the weights that a checkpoint saves, of full precision, to be filled by a load."""
+
+    @abstractmethod
+    def on_load(self) -> None:
+        """Derive the rest from `weights` and state that were loaded."""
 
     def on_saved(self) -> None:
         """Give back memory that reading took."""
@@ -177,12 +115,23 @@ class PlacedUpdate:
         """Return where a load must put an entry that is shaped like its parameter; None: memory."""
         return self._state.room(name, entry)
 
+    @abstractmethod
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Return the gradients of the last step, as the optimizers saw them."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return what it holds between steps beside weights and gradients, by category.
+
+        Categories are those of the memory model; what lies on a lower tier comes first.
+        """
+
     def close(self) -> None:
         """Release what is held outside of memory."""
         self._state.close()
 
 
-class PlainUpdate(PlacedUpdate):
+class PlainUpdate(Update):
     """Optimizers on the parameters themselves, or on the next of several versions of them."""
 
     def __init__(
@@ -191,7 +140,7 @@ class PlainUpdate(PlacedUpdate):
         factory: OptimizerFactory,
         versions: WeightVersions | None = None,
         feedback: ErrorFeedback | None = None,
-        state: StatePlace | None = None,
+        state: ResidentState | None = None,
     ) -> None:
         """Build optimizers for trainable `parameters`, of which a stage may have none.
 
@@ -202,7 +151,7 @@ class PlainUpdate(PlacedUpdate):
         self._feedback = feedback
         self._optimized = parameters if versions is None else versions.optimized
         self.optimizers = build_optimizers(factory, self._optimized) if self._optimized else []
-        super().__init__(InMemory(self.optimizers) if state is None else state, versions)
+        super().__init__(ResidentState(self.optimizers) if state is None else state, versions)
 
     def step(
         self, buffers: Sequence[Tensor], factor: Tensor | None, wait: Wait = all_there

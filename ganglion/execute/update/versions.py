@@ -127,3 +127,32 @@ class WeightVersions:
             offsets[parameter.dtype] = end = start + parameter.numel()
             views[name] = flat[parameter.dtype][start:end].view(parameter.shape)
         return views
+
+
+class ErrorFeedback:
+    """Corrects each new version of some weights by the update that made the one before.
+
+    Under a delay of one, update t comes from the weights before the newest. Where the optimizer
+    would move the weights by u(t), they move by
+
+        2 u(t) - u(t-1)  =  u(t) + (u(t) - u(t-1))
+
+    The second part corrects the update before: u(t) is the better guess, from newer weights
+    (2606.30634). In sum the weights are one step ahead, as the gradients are one step behind. With
+    u(-1) = 0 the first update is applied twice; a warm-up of the learning rate keeps it small.
+
+    `previous` holds the last update by the name of its parameter: save it and fill it in place.
+    """
+
+    def __init__(self, versions: WeightVersions) -> None:
+        """Begin with no update made."""
+        self._versions = versions
+        self._flat = {dtype: torch.zeros_like(old) for dtype, old, _ in versions.in_making()}
+        self.previous: dict[str, Tensor] = versions.views_of(self._flat)
+
+    def correct(self) -> None:
+        """Correct the version in the making; call it between the optimizers and `end_update`."""
+        for dtype, old, new in self._versions.in_making():
+            update = new - old
+            new.add_(update).sub_(self._flat[dtype])
+            self._flat[dtype].copy_(update)

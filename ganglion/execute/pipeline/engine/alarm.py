@@ -1,8 +1,8 @@
-"""The alarm: what failed on one rank is raised on all, with the first rank's own words.
+"""The ends of waiting: a failure on one rank is raised on all, and silence ends in PeerLost.
 
-A rank of a pipeline waits for its neighbours only, and would wait in vain. So a failure is posted
-to the ranks of the pipeline, over the transport that carries activations, and to the same stage of
-the other replicas, over one that carries nothing else. Who hears it passes it on before it ends:
+A rank of a pipeline waits for its neighbours only. So a failure is posted to the ranks of the
+pipeline, over the transport that carries activations, and to the same stage of the other replicas,
+over one that carries nothing else. A rank that receives it passes it on before it ends:
 
     rank that failed ---> its pipeline ---> their replicas
                      `--> its replicas ---> their pipelines
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -95,3 +95,43 @@ def told_error(arrival: Arrival) -> GanglionError:
 def _text(error: Exception) -> str:
     said = str(error) if isinstance(error, GanglionError) else repr(error)
     return f"{type(error).__name__}\n{said}"
+
+
+_MOMENT_S = 1.0
+_LOOK_S = 0.001
+
+
+class Patience:
+    """Counts from the first look that found nothing; whatever happens begins it anew."""
+
+    def __init__(self, timeout_s: float, lost: Callable[[str], PeerLost]) -> None:
+        """Last `timeout_s`; `lost(awaiting)` is the error at its end."""
+        self._timeout_s = timeout_s
+        self._lost = lost
+        self._idle_since_s: float | None = None
+
+    def reset(self) -> None:
+        """Take note that something happened."""
+        self._idle_since_s = None
+
+    def is_young(self, age_s: float) -> bool:
+        """Say whether the waiting began less than `age_s` ago."""
+        return self._idle_since_s is not None and time.monotonic() < self._idle_since_s + age_s
+
+    def check(self, awaiting: str) -> float:
+        """Return how much longer to wait; raise if nothing has happened for too long."""
+        now_s = time.monotonic()
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        left_s = self._idle_since_s + self._timeout_s - now_s
+        if left_s <= 0:
+            raise self._lost(awaiting)
+        return left_s
+
+
+def gets_done(is_done: Callable[[], bool]) -> bool:
+    """Say whether something gets done within a moment."""
+    end_s = time.monotonic() + _MOMENT_S
+    while not (done := is_done()) and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+    return done

@@ -38,9 +38,16 @@ from ganglion.errors import CommError, PeerLost, ProtocolError
 from ganglion.execute.comm import Arrival, Transport, timeout_error
 from ganglion.execute.pipeline.engine.action_errors import naming_action, note_action
 from ganglion.execute.pipeline.engine.agreement import ORDER_KIND, Agreement
-from ganglion.execute.pipeline.engine.alarm import ERROR_KIND, LISTEN_S, Alarm, leave, told_error
+from ganglion.execute.pipeline.engine.alarm import (
+    ERROR_KIND,
+    LISTEN_S,
+    Alarm,
+    Patience,
+    gets_done,
+    leave,
+    told_error,
+)
 from ganglion.execute.pipeline.engine.ledger import PREDICT_KIND, ForwardOnlyInputs, Ledger
-from ganglion.execute.pipeline.engine.patience import Patience, gets_done
 from ganglion.trace import Recorder
 
 # (action, activations or None on the first stage): run a forward; return what goes on, if anything.
