@@ -24,10 +24,10 @@ class Executor(Protocol):
     """Trains on batches, in order."""
 
     def begin_at(self, step: int) -> None:
-        """Say that `step` updates have been made: a resumed run."""
+        """Begin after `step` updates: a resumed run."""
 
     def train(self, batch: Share) -> Iterator[StepResult]:
-        """Let a batch enter and yield the results that are there, in order of their steps."""
+        """Let a batch enter and yield the results that are ready, in order of their steps."""
 
     def drain(self) -> Iterator[StepResult]:
         """Finish what is in flight and yield the results."""
@@ -42,19 +42,19 @@ class Executor(Protocol):
         """
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Return what the newest weights make of some inputs; nothing may be in flight.
+        """Return the outputs of the newest weights for some inputs; nothing may be in flight.
 
         All ranks call it with the same inputs and get the same outputs.
         """
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop; a result to come says so everywhere."""
+        """Ask all ranks to stop; a later result has `stop_requested` everywhere."""
 
     def gather_numbers(self, numbers: list[float]) -> Tensor:
-        """Return every rank's numbers as a (ranks, numbers) table, hearing what fails elsewhere."""
+        """Return a (ranks, numbers) table; raise what fails on another rank meanwhile."""
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Return the versions of weights and the gradients that it holds, by these words."""
+        """Return the tensors it holds, by category: "versions" and "gradients"."""
 
     def close(self) -> None:
         """Release what it holds."""
@@ -110,7 +110,7 @@ def _is_pair(pair: object) -> bool:
 
 
 def _described(pair: object) -> str:
-    """Say what was given instead of a pair: shapes, where there are any."""
+    """Describe what was given instead of a pair, with shapes."""
     if not isinstance(pair, tuple | list):
         return f"a {type(pair).__name__}"
     parts = [tuple(p.shape) if isinstance(p, Tensor) else type(p).__name__ for p in pair]

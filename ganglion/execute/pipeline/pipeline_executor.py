@@ -1,4 +1,4 @@
-"""The executor of plans with a pipeline: stages on several ranks, batches that enter and results.
+"""The executor of plans with a pipeline: batches enter, results come out.
 
 Under a schedule that flushes, a batch is trained to its end before the next enters. Under one that
 never does, the next batches enter while the last is on its way, and results lag behind.
@@ -80,7 +80,7 @@ class PipelineExecutor:
         return self._stop
 
     def begin_at(self, step: int) -> None:
-        """Say that `step` updates have been made: a resumed run."""
+        """Begin after `step` updates: a resumed run."""
         self._num_admitted = step
         self._num_microbatches = step * self._plan.num_microbatches
         self._engine.begin_at(step, self._num_microbatches)

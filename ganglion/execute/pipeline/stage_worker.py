@@ -1,8 +1,8 @@
-"""The worker of a pipeline rank: does what the schedule says, with the stages this rank holds.
+"""The worker of a pipeline rank: it does the actions of the schedule with the stages of this rank.
 
     forward, backward, weight    select the weights of the microbatch, run the stage
     reduce                       sum tied gradients, then all gradients over the replicas, then
-                                 exchange norm and loss with everybody
+                                 gather norm and loss of all ranks
     update                       make the next weights, of gradients clipped by the global norm
 
 Gradients of a batch that is being reduced and those of the next one live in different sets, so a
@@ -50,7 +50,7 @@ class Tie:
 
 @dataclass(slots=True)
 class StagePart:
-    """What a rank holds of one stage; parameters go by their serial names."""
+    """One stage on its rank; parameters go by their serial names."""
 
     stage: Stage
     parameters: Mapping[str, nn.Parameter]
@@ -63,7 +63,7 @@ class StagePart:
     averaged: AveragedWeights | None = None
 
     def select(self, version: int) -> bool:
-        """Let the parameters be those of a version; say whether they were others."""
+        """Point the parameters into a version; return whether that changed them."""
         return self.versions is not None and self.versions.select(version)
 
 
@@ -145,7 +145,7 @@ class StageWorker:
             self.on_change()
 
     def on_change(self) -> None:
-        """Say that the weights are others now."""
+        """Drop gathered blocks, because the weights have changed."""
         if self._weights is not None:
             self._weights.on_change()
 
@@ -167,7 +167,7 @@ class StageWorker:
             )
 
     def is_reduced(self, action: Action) -> bool:
-        """Say whether the sum is there and, at the end of a batch, the norm of all ranks."""
+        """Return whether the sum is there and, at the end of a batch, the norm of all ranks."""
         part, batch = self._parts[action.stage], action.index
         which = batch % part.num_sets
         key = (action.stage, batch)
@@ -205,7 +205,7 @@ class StageWorker:
         reduced = self._reduced.setdefault(batch, set())
         reduced.add(stage)
         if len(reduced) < len(self._parts):
-            return True  # the last stage of this rank to be reduced speaks for all
+            return True  # the last stage of this rank to be reduced starts the gathering
         if not self._numbers.is_started(batch):
             members = [number for number, of in self._batch_of.items() if of == batch]
             loss = self._parts[max(self._parts)].stage.take_loss(members)

@@ -1,4 +1,4 @@
-"""Splitting the blocks of a run over x, y and z, and what the rest of the run must know of it."""
+"""Split the blocks of a run over x, y and z, and record how for the rest of the run."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 def is_split(mesh: Mesh) -> bool:
-    """Say whether a mesh has tensor axes."""
+    """Return whether a mesh has tensor axes."""
     return any(mesh.size(axis) > 1 for axis in TENSOR_AXES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splitting:
-    """What a run knows of its split: nothing, for a run without tensor axes.
+    """How the blocks of a run are split over x, y and z; the defaults mean not at all.
 
     `reach` says over which ranks each gradient is summed; `norm_group` has the ranks whose parts
     of the gradient norm belong together; `whole_output` gathers what the last block returns.
@@ -57,7 +57,7 @@ class Splitting:
 
 
 def unsplit(world: World, summed_axes: tuple[str, ...]) -> Splitting:
-    """Return what holds without tensor axes: gradients are summed over the replicas, if at all."""
+    """Return the splitting without tensor axes: gradients are summed over replicas, if at all."""
     return Splitting(reach=Reach(plain_group(world.group(*summed_axes))))
 
 

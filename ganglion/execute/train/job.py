@@ -56,7 +56,7 @@ from ganglion.trace import Recorder
 from ganglion.units import MIB
 
 SYNTHETIC_VOCAB_SIZE = 256
-# Whether samples are token ids; of a data set of the user's own, nobody knows.
+# Whether samples are token ids; unknown for a data set of the user's own.
 _HAS_TOKENS = {"text": True, "synthetic": True, "images": False}
 
 
@@ -75,7 +75,7 @@ class Job:
     shape: ModelShape | None  # of a built-in model
 
     def is_milestone(self, step: int) -> bool:
-        """Say whether a step is evaluated or saved."""
+        """Return whether a step is evaluated or saved."""
         evaluates = self.source.held_out is not None and is_due(step, self.file.train.eval_every)
         return evaluates or is_due(step, self.file.checkpoint.every)
 
@@ -101,7 +101,7 @@ class Job:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Say whether a step is one of every so many; 0: never."""
+    """Return whether a step is a multiple of `every`; 0: never."""
     return every > 0 and step % every == 0
 
 
@@ -149,9 +149,9 @@ def build_blocks(
 def outline_blocks(
     file: RunFile, plan: Plan, num_outputs: int, input_shape: tuple[int, ...]
 ) -> tuple[dict[str, nn.Module], InitialWeights | None]:
-    """Build the model of a run file without memory, and tell its weights: those of `build_blocks`.
+    """Build the model of a run file without memory; return it with the weights of `build_blocks`.
 
-    A model of the user's own is built with its weights, and None is told.
+    A model of the user's own is built with its weights, and None is returned instead.
     """
     if file.model.build:
         return build_blocks(file, num_outputs, input_shape), None

@@ -17,7 +17,7 @@ class StepWatch:
     """Measures steps from the end of one to the end of the next, without what lies between.
 
     A pipeline that is drained ends several steps before the first of them is reported: their ends
-    count, not the moments of the reports. Evaluating and saving are nobody's step.
+    count, not the moments of the reports. Evaluating and saving belong to no step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -38,7 +38,7 @@ class StepWatch:
         return took_s
 
     def pause_over(self) -> None:
-        """Say that all has been done about the last report."""
+        """End the pause after the last report."""
         self._resumed_s = self._clock()
         self._paused_s += self._resumed_s - self._reported_s
 
@@ -50,7 +50,7 @@ class Observer(Protocol):
     """Something that watches a training on one rank."""
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """Take note of a finished step."""
+        """Observe a finished step."""
 
     def close(self) -> None:
         """Finish; also called when training failed."""
@@ -67,7 +67,7 @@ def train(job: Job, observers: Sequence[Observer]) -> None:
         last = result.step == job.last_step
         # Asynchronous workers read of a stop at different steps, and must do the same then.
         interrupted = result.stop_requested and (run.plan.drifts or not last)
-        # Who asked to stop is waiting: save at once, and leave the evaluation out.
+        # Somebody waits for the stop: save at once, without an evaluation.
         val_loss = None if interrupted else _evaluate_if_due(job, result.step, last)
         metrics = _metrics(job, result, step_s, val_loss)
         if result.skipped:

@@ -24,10 +24,10 @@ from ganglion.trace import Recorder
 class RunParts:
     """Everything a run holds; parameters and buffers go by their serial names.
 
-    `feedback` is what error feedback remembers, also by name; None without it. `placements` tell
-    which piece of each parameter this rank holds, empty if it holds them whole; `tensor_report`
-    tells what was split and what not, None without tensor axes. What is `averaged` over workers is
-    empty without elastic averaging. `scaling` is that of the loss, None unless in fp16.
+    `feedback` holds the last updates of error feedback by name, None without it. `placements` give
+    the piece of each parameter on this rank, empty if all are whole; `tensor_report` lists what was
+    split and what not, None without tensor axes. `averaged` is empty without elastic averaging.
+    `scaling` is that of the loss, None unless in fp16.
     """
 
     plan: Plan
@@ -61,7 +61,7 @@ class RunParts:
         return {name: tensor.detach() for name, tensor in named.items()}
 
     def on_load(self) -> None:
-        """Say that `model_tensors` were filled."""
+        """Derive the rest from `model_tensors` that were loaded."""
         for update in self.updates:
             update.on_load()
 
@@ -80,7 +80,7 @@ class RunParts:
         return found
 
     def on_saved(self) -> None:
-        """Say that all tensors were saved."""
+        """Give back memory that saving took."""
         for update in self.updates:
             update.on_saved()
 

@@ -117,7 +117,7 @@ class Replica:
             self._splitting.weights.done_reading()
 
     def on_change(self) -> None:
-        """Say that the weights are others now."""
+        """Drop gathered blocks, because the weights have changed."""
         if self._splitting.weights is not None:
             self._splitting.weights.on_change()
 

@@ -70,7 +70,7 @@ class ReplicaExecutor:
         self._stop = False
 
     def begin_at(self, step: int) -> None:
-        """Say that `step` updates have been made."""
+        """Begin after `step` updates: a resumed run."""
         self._step = step
         self._replica.on_change()
 

@@ -97,8 +97,7 @@ class StateOnTier(ResidentState):
     ) -> None:
         """Move the state of optimizers from now on.
 
-        `templates` are their parameters, and `chunk_of` tells in which bucket each gradient is
-        summed.
+        `templates` are their parameters, `chunk_of` gives the bucket that sums each gradient.
         """
         self._optimizers = optimizers
         self.moved = OptimizerBuckets(

@@ -40,7 +40,7 @@ class WeightVersions:
         self.select(0)
 
     def select(self, version: int) -> bool:
-        """Let the model's parameters be those of a version; say whether they were others."""
+        """Point the model's parameters into a version; return whether that changed them."""
         assert self.newest - self._num_kept < version <= self.newest, "only kept versions are there"
         if version == self._selected:
             return False
@@ -58,7 +58,7 @@ class WeightVersions:
         return self._views[oldest]
 
     def begin_update(self) -> None:
-        """Let the optimizer's parameters be the next version, still equal to the newest."""
+        """Point the optimizer's parameters into the next version, still equal to the newest."""
         views = self.open_next()
         for _, source, target in self.in_making():
             target.copy_(source)
@@ -66,7 +66,7 @@ class WeightVersions:
             parameter.data = views[name]
 
     def end_update(self) -> None:
-        """Say that the next version is made."""
+        """Make the next version the newest."""
         self.newest += 1
 
     def in_making(self) -> Iterator[tuple[torch.dtype, Tensor, Tensor]]:

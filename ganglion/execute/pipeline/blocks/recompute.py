@@ -9,7 +9,8 @@ only while the backward of the node runs, so the activations of one segment are 
 
 Parameters are inputs of the node, so autograd itself sums and accumulates their gradients: equal to
 those without recomputation to the last bit, also of a parameter that several segments share, and
-hooks of parameters fire once. Whoever calls backward has selected the weights of the forward.
+hooks of parameters fire once. The caller of backward has selected the weights of the
+forward.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class ChangingBuffers:
                 )
 
     def _stamps(self) -> dict[Place, _Stamp]:
-        """Return what tells most changes cheaply: which tensor it is and how often it was set."""
+        """Return a cheap sign of change: which tensor it is and how often it was set."""
         return {place: (id(tensor), tensor._version) for place, tensor in self._present().items()}
 
     def _present(self) -> Buffers:

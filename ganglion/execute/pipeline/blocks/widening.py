@@ -7,7 +7,7 @@ note of which part of which parameter it was, and is widened again when backward
     forward    p (half) --widen--> copy ---> block        saved: (p, shape, strides, offset)
     backward   p (half) --widen--> copy ---> gradients    of the copy, rounded to that of p
 
-Whoever calls backward has selected the weights of the forward.
+The caller of backward has selected the weights of the forward.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Note(NamedTuple):
 
 
 def _place(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor from that of others; its views have the same."""
+    """Return the address of a tensor's memory, which its views share."""
     return tensor.untyped_storage().data_ptr()
 
 

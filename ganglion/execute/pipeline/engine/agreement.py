@@ -1,7 +1,7 @@
-"""Agreement: what the leader of a tensor group starts is told to the others of its group.
+"""Agreement: the leader of a tensor group announces the actions that all of its ranks start.
 
 The first rank of a group leads. Orders go over the same transport as activations, so that a rank
-waits in one place for whatever comes.
+waits in one place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Agreement:
         self._early: dict[int, Order] = {}
 
     def announce(self, started: Action) -> None:
-        """Tell the others what is started now."""
+        """Send the action that starts now to the other ranks."""
         kind, number = ORDER_KIND + started.kind, self._num_announced
         self._num_announced += 1
         for rank in self._others:

@@ -23,17 +23,17 @@ from ganglion.execute.comm import Arrival, Transport
 ERROR_KIND = "error"
 # How often the quiet transports are listened to: far below the seconds that a user would notice.
 LISTEN_S = 0.1
-_TELLING_S = 1.0
+_POST_S = 1.0
 _CLASSES: dict[str, type[GanglionError]] = {
     error.__name__: error for error in (PipelineError, PeerLost, ProtocolError, CommError)
 }
 
 
 class Alarm:
-    """Tells failures to others, and listens for theirs where nothing else is heard."""
+    """Posts failures to other ranks, and listens for theirs."""
 
     def __init__(self, busy: Transport | None, quiet: Transport | None) -> None:
-        """Tell over both; listen to `quiet`, for whoever drives `busy` hears it there."""
+        """Post to both; listen to `quiet` only, as the engine reads `busy`."""
         self._quiet = quiet
         self._all: Sequence[Transport] = [t for t in (busy, quiet) if t is not None]
         self._listened_s = 0.0
@@ -44,32 +44,32 @@ class Alarm:
         return self._quiet is not None
 
     def listen(self) -> None:
-        """Raise what another rank told; looks only now and then, so it may be called often."""
+        """Raise the error that another rank posted; looks every LISTEN_S, however often called."""
         if self._quiet is None or (now_s := time.monotonic()) < self._listened_s + LISTEN_S:
             return
         self._listened_s = now_s
         arrival = self._quiet.poll()
         if arrival is not None:
-            raise told_error(arrival)
+            raise posted_error(arrival)
 
     def heard(self) -> GanglionError | None:
-        """Return what another rank told before it went, and drop all other mail."""
+        """Return the error that another rank posted before it left; drop all other messages."""
         for transport in self._all:
             with contextlib.suppress(CommError):
                 while (arrival := transport.poll()) is not None:
                     if arrival.header.kind == ERROR_KIND:
-                        return told_error(arrival)
+                        return posted_error(arrival)
         return None
 
     def ring(self, error: Exception) -> None:
-        """Tell everybody who can be reached, within about a second."""
+        """Post an error to all ranks that can be reached, within about a second."""
         payload = torch.frombuffer(bytearray(_text(error).encode()), dtype=torch.uint8)
         for transport in self._all:
             for peer in transport.peers:
                 with contextlib.suppress(CommError):
                     transport.post(peer, ERROR_KIND, payload)
             with contextlib.suppress(CommError):
-                transport.flush(_TELLING_S)
+                transport.flush(_POST_S)
 
     def close(self) -> None:
         """Close all transports."""
@@ -78,7 +78,7 @@ class Alarm:
 
 
 def leave(alarm: Alarm) -> None:
-    """Close the transports of an engine that nobody closed, so that other ranks can go on.
+    """Close the transports of an engine that was not closed, so that other ranks can go on.
 
     Not if this process ends by an error: then the others are to see that it is gone.
     """
@@ -86,8 +86,8 @@ def leave(alarm: Alarm) -> None:
         alarm.close()
 
 
-def told_error(arrival: Arrival) -> GanglionError:
-    """Return the error that another rank told, of its own class where that is one of the tree."""
+def posted_error(arrival: Arrival) -> GanglionError:
+    """Return the error that another rank posted, of its own class or PipelineError."""
     name, _, text = bytes(arrival.tensor.tolist()).decode().partition("\n")
     return _CLASSES.get(name, PipelineError)(text)
 
@@ -102,7 +102,7 @@ _LOOK_S = 0.001
 
 
 class Patience:
-    """Counts from the first look that found nothing; whatever happens begins it anew."""
+    """Measures how long nothing has happened."""
 
     def __init__(self, timeout_s: float, lost: Callable[[str], PeerLost]) -> None:
         """Last `timeout_s`; `lost(awaiting)` is the error at its end."""
@@ -111,11 +111,11 @@ class Patience:
         self._idle_since_s: float | None = None
 
     def reset(self) -> None:
-        """Take note that something happened."""
+        """Start counting anew: something happened."""
         self._idle_since_s = None
 
     def is_young(self, age_s: float) -> bool:
-        """Say whether the waiting began less than `age_s` ago."""
+        """Return whether the waiting began less than `age_s` ago."""
         return self._idle_since_s is not None and time.monotonic() < self._idle_since_s + age_s
 
     def check(self, awaiting: str) -> float:
@@ -130,7 +130,7 @@ class Patience:
 
 
 def gets_done(is_done: Callable[[], bool]) -> bool:
-    """Say whether something gets done within a moment."""
+    """Return whether something gets done within a second."""
     end_s = time.monotonic() + _MOMENT_S
     while not (done := is_done()) and time.monotonic() < end_s:
         time.sleep(_LOOK_S)

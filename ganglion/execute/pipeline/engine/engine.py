@@ -6,9 +6,9 @@
         run them, schedule.on_finish(...)   computations and updates block, reductions do not
         or wait for the mailbox
 
-It decides nothing and computes nothing: the schedule says what comes next, a worker does it, the
-transport carries what crosses a boundary. Payloads that arrived wait here until the schedule asks
-for their action. What fails here is told to all ranks (`alarm`), and what they tell is raised here.
+It decides nothing and computes nothing: the schedule chooses the next action, `StageActions` do it,
+the transport carries what crosses a boundary. Payloads that arrived wait here until the schedule
+asks for their action. Failures are posted to all ranks (`alarm`); those of others are raised here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ganglion.execute.pipeline.engine.alarm import (
     Patience,
     gets_done,
     leave,
-    told_error,
+    posted_error,
 )
 from ganglion.execute.pipeline.engine.ledger import PREDICT_KIND, ForwardOnlyInputs, Ledger
 from ganglion.trace import Recorder
@@ -70,13 +70,13 @@ class StageActions(Protocol):
         """Start to sum the gradients of a batch over the replicas."""
 
     def is_reduced(self, action: Action) -> bool:
-        """Say whether the sum is there; called again until it is."""
+        """Return whether the sum is there; called again until it is."""
 
     def update(self, action: Action) -> None:
         """Make the next weights."""
 
     def take(self, arrival: Arrival) -> bool:
-        """Take a message that is no activation or gradient; say whether it was known."""
+        """Take a message that is no activation or gradient; return whether it was known."""
 
 
 FORWARD_KIND, BACKWARD_KIND = "forward", "backward"
@@ -193,18 +193,18 @@ class Engine:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Let every rank know what fails inside; it would wait in vain.
+        """Post a failure inside to every rank.
 
-        A peer that is gone may have said why: then its own words are raised.
+        A lost peer may have posted its own error: then that is raised.
         """
         try:
             yield
         except CommError as error:
-            told = self._alarm.heard()
-            self._alarm.ring(told or error)
-            if told is None:
+            cause = self._alarm.heard()
+            self._alarm.ring(cause or error)
+            if cause is None:
                 raise
-            raise told from error
+            raise cause from error
         except Exception as error:
             self._alarm.ring(error)
             raise
@@ -212,7 +212,7 @@ class Engine:
     # --- actions -------------------------------------------------------------------------------
 
     def _start_all(self) -> bool:
-        """Start what can be started now on each lane; say whether that was anything.
+        """Start the actions that can start now, one on each lane; return whether there was any.
 
         Reductions go first, so that they are under way while this rank computes.
         """
@@ -401,10 +401,10 @@ class Engine:
             self._schedule.on_finish(action)
 
     def take(self, arrival: Arrival) -> None:
-        """Hand a message to whom it concerns: the schedule, or the worker."""
+        """Hand a message to the schedule or to the stage actions."""
         header = arrival.header
         if header.kind == ERROR_KIND:
-            raise told_error(arrival)
+            raise posted_error(arrival)
         self._patience.reset()
         kind = _KINDS.get(header.kind)
         if header.kind.startswith(ORDER_KIND) and self._agreement is not None:

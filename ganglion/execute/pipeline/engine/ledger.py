@@ -20,7 +20,7 @@ class Ledger:
     """What the stages of one rank have received, and what they still await."""
 
     def __init__(self, stages: Sequence[int], num_stages: int) -> None:
-        """Keep the books of `stages`, out of `num_stages` of the model."""
+        """Record messages for `stages`, out of `num_stages` of the model."""
         self._stages = tuple(stages)
         self._last = num_stages - 1
         self._came: set[tuple[str, int, int]] = set()
@@ -34,12 +34,12 @@ class Ledger:
         self._first = self._next = microbatch
 
     def admit(self, num_microbatches: int) -> None:
-        """Take note of one more batch."""
+        """Add a batch."""
         self._next += num_microbatches
         self._ends.append(self._next)
 
     def is_awaited(self, message: Message) -> bool:
-        """Say whether a message has a stage here, and has not come before; it counts as come."""
+        """Return whether a message has a stage here and is new; it then counts as received."""
         kind, stage, microbatch, _ = message
         key = (kind, stage, microbatch)
         has_sender = stage > 0 if kind == FORWARD else stage < self._last
@@ -51,7 +51,7 @@ class Ledger:
         return True
 
     def went_forward(self, stage: int, microbatch: int) -> None:
-        """Take note that a gradient will come back."""
+        """Expect a gradient of this microbatch."""
         if stage < self._last:
             self._forwarded.add((stage, microbatch))
 
@@ -105,7 +105,7 @@ class ForwardOnlyInputs:
             schedule.on_arrival(Message(FORWARD, stage, microbatch, 0))
 
     def end(self, microbatches: range) -> None:
-        """Say that a run is over."""
+        """End a run."""
         self._schedule = None
         self._num_ended = microbatches.stop
 
