@@ -22,7 +22,7 @@ from ganglion.execute.pipeline.blocks import random_stream
 from ganglion.execute.pipeline.blocks.random_stream import RandomStream
 from ganglion.execute.tensor import WITHOUT_OVERLAP, TensorSettings
 from ganglion.execute.train import Run
-from ganglion.execute.train.replica import autocast
+from ganglion.execute.update import autocast
 from tests.support.serial import (
     TOLERANCE,
     Batch,

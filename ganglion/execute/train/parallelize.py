@@ -52,7 +52,6 @@ from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.train.async_workers import step_group, worker_executor
 from ganglion.execute.train.averaged import Averaged, AveragingSettings, all_are_made, average
 from ganglion.execute.train.parts import RunParts
-from ganglion.execute.train.replica import autocast
 from ganglion.execute.train.replica_executor import build_replica
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.servers import store_of, workers_of
@@ -63,6 +62,7 @@ from ganglion.execute.update import (
     OptimizerFactory,
     RateSetter,
     WideLoss,
+    autocast,
 )
 from ganglion.trace import Recorder
 from ganglion.units import MIB

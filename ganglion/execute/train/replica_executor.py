@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from ganglion.decide.costs import segments
 from ganglion.errors import ConfigError
-from ganglion.execute.comm import Group, World
 from ganglion.execute.device import peak_bytes
 from ganglion.execute.gradients import GradientReducer, global_norm
-from ganglion.execute.models import named_buffers, named_parameters
+from ganglion.execute.models import evaluation_mode, named_buffers, named_parameters
 from ganglion.execute.pipeline import (
     BuildContext,
+    Chain,
     LocalModel,
     Share,
     Splitting,
     choose_kept,
+    cut_batch,
     make_blocks_real,
     share_pieces,
 )
-from ganglion.execute.train.replica import Replica
 from ganglion.execute.update import (
     AveragedWeights,
     BatchEnd,
@@ -30,49 +32,59 @@ from ganglion.execute.update import (
     RateSetter,
     StepResult,
     Update,
+    as_input,
+    wide,
 )
-from ganglion.trace import COMPUTE, HOST, Recorder
+from ganglion.trace import COMPUTE, HOST
 
 
 class ReplicaExecutor:
-    """Forward and backward of a step's microbatches, then clipping, update and agreement."""
+    """Trains the whole model on this rank: microbatches, then clipping, update and agreement.
+
+    The blocks may be pieces of a model that is split over x, y and z.
+    """
 
     def __init__(
         self,
-        world: World,
-        replica: Replica,
+        context: BuildContext,
+        splitting: Splitting,
         reducer: GradientReducer,
         update: Update,
-        recorder: Recorder,
-        *,
         end: BatchEnd,
-        device: torch.device,
-        norm_group: Group | None = None,
-        averaged: AveragedWeights | None = None,
-        among: Group | None = None,
+        averaged: AveragedWeights | None,
     ) -> None:
-        """Join a replica with its gradients, their update and the `end` of its batches.
+        """Join the blocks with their gradients, the update and the `end` of batches.
 
-        With a `norm_group`, its ranks hold parts of the gradients; `averaged` weights are those of
-        one worker. The ranks `among` agree on each step, None for all.
+        With `averaged` weights this is one worker of elastic averaging.
         """
-        self._world = world
-        self._replica = replica
+        plan, blocks = context.plan, context.blocks
+        self._chain = Chain(
+            list(blocks.values()),
+            loss_fn=context.loss_fn,
+            autocast=context.autocast,
+            segments=segments(plan, range(len(blocks)), len(blocks)),
+            offload=context.activations,
+            call=context.call,
+        )
+        self._plan = plan
+        self._world = context.world
+        self._device = context.device
+        self._recorder = context.recorder
+        self._stream = context.stream
+        self._among = context.among
+        self._activations = context.activations
+        self._splitting = splitting
         self._reducer = reducer
         self._update = update
-        self._recorder = recorder
         self._batch_end = end
-        self._device = device
-        self._norm_group = norm_group
         self._averaged = averaged
-        self._among = among
         self._step = 0
         self._stop = False
 
     def begin_at(self, step: int) -> None:
         """Begin after `step` updates: a resumed run."""
         self._step = step
-        self._replica.on_change()
+        self._on_change()
 
     def train(self, batch: Share) -> Iterator[StepResult]:
         """Train on a batch and yield its result."""
@@ -81,13 +93,13 @@ class ReplicaExecutor:
         if self._averaged is not None:
             self._averaged.begin_pass()
         self._update.begin()
-        loss = self._replica.forward_backward(batch, step, self._batch_end.scale_of(step))
-        self._replica.done_reading()
+        loss = self._forward_backward(batch, step)
+        self._done_reading()
         if self._update.is_gradual and not self._batch_end.needs_norm:
             decision = self._update_gradually(step)
         else:
             decision = self._update_at_once(step)
-        self._replica.on_change()
+        self._on_change()
         self._step += 1
         yield self._agree(step, loss, float(decision.norm))
 
@@ -100,14 +112,23 @@ class ReplicaExecutor:
         return {}
 
     def evaluate(self, batch: Share) -> float | None:
-        """Return the mean loss of this rank's share of a batch."""
+        """Return the mean loss of this rank's share of a batch; no gradients, no dropout."""
+        total = torch.zeros((), device=self._device)
         with self._at_center():
-            return float(self._replica.evaluate(batch))
+            with evaluation_mode(self._chain.blocks):
+                for inputs, targets in cut_batch(batch, self._plan, self._device):
+                    total = total + self._chain.evaluate(inputs, targets)
+            self._done_reading()
+            return float(total / self._plan.num_microbatches)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Return what the newest weights make of some inputs."""
+        """Return the outputs of the newest weights; no gradients, no dropout."""
         with self._at_center():
-            return self._replica.outputs(inputs)
+            with evaluation_mode(self._chain.blocks):
+                inputs = as_input(inputs.to(self._device), self._plan)
+                output = self._chain.evaluate(inputs, None)
+            self._done_reading()
+            return wide(self._splitting.whole_output(output))
 
     def request_stop(self) -> None:
         """Ask all ranks to stop."""
@@ -127,7 +148,40 @@ class ReplicaExecutor:
             self._averaged.close()
         self._reducer.close()
         self._update.close()
-        self._replica.close()
+        if self._activations is not None:
+            self._activations.close()
+
+    def _forward_backward(self, batch: Share, step: int) -> Tensor:
+        """Start to sum the gradients of the mean loss over all shares; return the loss of this one.
+
+        A worker of elastic averaging has the shares of its own replica.
+        """
+        self._reducer.zero()
+        # The mean over microbatches and replicas is taken here, so that reductions only sum.
+        num_summed = self._plan.num_microbatches * self._plan.num_summed_shares
+        scale = self._batch_end.scale_of(step) / num_summed
+        total = torch.zeros((), device=self._device)
+        for index, (inputs, targets) in enumerate(cut_batch(batch, self._plan, self._device)):
+            with self._recorder.span(COMPUTE, "forward", step=step, microbatch=index):
+                seed = partial(self._stream.seed_block, step, index)
+                loss = self._chain.forward(inputs, targets, seed)
+            if index == self._plan.num_microbatches - 1:
+                self._reducer.arm()
+            with self._recorder.span(COMPUTE, "backward", step=step, microbatch=index):
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
+            total = total + loss.detach()  # a new tensor: a loss in double must stay double
+        self._reducer.start(step)
+        return total / self._plan.num_microbatches
+
+    def _done_reading(self) -> None:
+        """Return when the weights may change: other ranks may read those of this one."""
+        if self._splitting.weights is not None:
+            self._splitting.weights.done_reading()
+
+    def _on_change(self) -> None:
+        """Drop gathered blocks, because the weights have changed."""
+        if self._splitting.weights is not None:
+            self._splitting.weights.on_change()
 
     def _update_at_once(self, step: int) -> GradientDecision:
         """Update by the decision on all gradients."""
@@ -152,16 +206,16 @@ class ReplicaExecutor:
             yield
             return
         with self._averaged.center_weights():
-            self._replica.on_change()
+            self._on_change()
             yield
-        self._replica.on_change()
+        self._on_change()
 
     def _norm(self) -> Tensor:
         """Return the norm of all gradients of the replica, of which this rank may have a part."""
-        if self._norm_group is None:
+        if self._splitting.norm_group is None:
             return global_norm(self._reducer.buffers)
         total = torch.tensor([self._reducer.square_norm()], dtype=torch.float64)
-        self._norm_group.all_reduce(total).wait()
+        self._splitting.norm_group.all_reduce(total).wait()
         return total.sqrt()[0]
 
     def _agree(self, step: int, loss: Tensor, norm: float) -> StepResult:
@@ -199,39 +253,15 @@ def build_replica(
         late=splitting.weights,
     )
     update = context.updates.make(stored, reducer.buckets)
-    plan, device, recorder = context.plan, context.device, context.recorder
     tensors = {**parameters, **named_buffers(context.blocks)}
     averaged = context.average(tensors, update.optimizers, 0)
-    replica = Replica(
-        context.blocks,
-        context.loss_fn,
-        plan,
-        device,
-        reducer,
-        recorder,
-        context.stream,
-        splitting,
-        context.call,
-        context.activations,
-    )
-    executor = ReplicaExecutor(
-        context.world,
-        replica,
-        reducer,
-        update,
-        recorder,
-        end=BatchEnd(context.policy, rate.set),
-        device=device,
-        norm_group=splitting.norm_group,
-        averaged=averaged,
-        among=context.among,
-    )
+    end = BatchEnd(context.policy, rate.set)
     return LocalModel(
-        executor=executor,
+        executor=ReplicaExecutor(context, splitting, reducer, update, end, averaged),
         parameters=parameters,
         updates=[update],
         block_names=tuple(context.blocks),
-        plan=plan,
+        plan=context.plan,
     )
 
 

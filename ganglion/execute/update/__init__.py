@@ -16,7 +16,7 @@ from ganglion.execute.update.optimizers import (
     warmup_cosine,
 )
 from ganglion.execute.update.policy import GradientDecision, GradientPolicy
-from ganglion.execute.update.precision import WideLoss, as_input, wide
+from ganglion.execute.update.precision import WideLoss, as_input, autocast, wide
 from ganglion.execute.update.split_muon import SplitMatrices, over_pieces
 from ganglion.execute.update.step_numbers import StepNumbers
 from ganglion.execute.update.update_factory import UpdateFactory
@@ -42,6 +42,7 @@ __all__ = [
     "WeightVersions",
     "WideLoss",
     "as_input",
+    "autocast",
     "constant",
     "optimizer_factory",
     "over_pieces",

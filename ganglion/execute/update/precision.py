@@ -8,6 +8,7 @@ norms with running statistics      fp32: a mean over a whole run cannot be kept 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,13 @@ def as_input(tensor: Tensor, plan: Plan) -> Tensor:
 def wide(tensor: Tensor) -> Tensor:
     """Return a tensor in fp32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a plan's precision computes."""
+    if precision == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
 
 
 class WideLoss(nn.Module):
