@@ -3,6 +3,7 @@
 Nothing else in the package imports it, except commands and what is public.
 """
 
+from ganglion.execute.train.async_workers import serve_centers, workers_of
 from ganglion.execute.train.job import (
     Job,
     build_blocks,
@@ -16,7 +17,6 @@ from ganglion.execute.train.observers import MemoryObserver, file_observers
 from ganglion.execute.train.parallelize import parallelize
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.saved import with_saved_cut
-from ganglion.execute.train.servers import serve_centers, workers_of
 from ganglion.execute.train.settings import RunSettings
 from ganglion.execute.update import StepResult
 

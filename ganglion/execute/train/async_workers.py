@@ -11,10 +11,13 @@ is complete, and never waits for one.
 Before an evaluation, a checkpoint and the end they meet: tables are gathered until all workers
 wait. A worker stops when a table holds a request to stop; all read the same tables, so all stop,
 each at a step of its own.
+
+Server processes of a centre, if the plan has any, are the last of the launch, outside the mesh.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,10 +25,14 @@ import torch
 from torch import Tensor
 
 from ganglion.decide.plan import Plan
-from ganglion.decide.topology import TENSOR_AXES
-from ganglion.execute.comm import Group, Handle, World
+from ganglion.decide.topology import TENSOR_AXES, Launch
+from ganglion.execute.averaging import own_address, server_place
+from ganglion.execute.averaging.served import CountingStore, ServerProcess
+from ganglion.execute.comm import Group, Handle, World, open_store
 from ganglion.execute.pipeline import Executor, Share
 from ganglion.execute.update import StepResult
+
+logger = logging.getLogger(__name__)
 
 _LOSS, _NORM, _STOP, _PEAK, _WAITS = range(5)
 _NUM = 5
@@ -195,3 +202,34 @@ def _with(result: StepResult, known: _Summary) -> StepResult:
         peak_bytes=known.peak_bytes,
         stop_requested=known.stops,
     )
+
+
+# --- server processes ---------------------------------------------------------------------------
+
+
+def serve_centers(plan: Plan, launch: Launch, timeout_s: float = 300.0) -> bool:
+    """Serve until all workers have left, if this process is a server; return whether it was.
+
+    A script calls it before `parallelize`, with the result of `read_launch`.
+    """
+    if not plan.servers:
+        return False
+    place = server_place(launch, plan.servers)
+    if place is None:
+        return False
+    seen = ServerProcess(open_store(launch, timeout_s), place, timeout_s).serve(
+        listen_on=own_address(launch)
+    )
+    for number, metrics in enumerate(seen):
+        logger.info("served part %d of centre %d: %s", place, number, metrics)
+    return True
+
+
+def workers_of(launch: Launch, plan: Plan) -> Launch:
+    """Return the same launch without its servers."""
+    return replace(launch, num_ranks=launch.num_ranks - plan.servers)
+
+
+def store_of(launch: Launch, plan: Plan, timeout_s: float) -> CountingStore | None:
+    """Return the store through which workers find the servers of a plan; None without servers."""
+    return open_store(launch, timeout_s) if plan.servers else None

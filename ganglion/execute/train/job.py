@@ -46,10 +46,10 @@ from ganglion.execute.models import (
     outline_model,
 )
 from ganglion.execute.tensor import TensorSettings
+from ganglion.execute.train.async_workers import store_of
 from ganglion.execute.train.averaged import AveragingSettings
 from ganglion.execute.train.parallelize import parallelize
 from ganglion.execute.train.run import Run
-from ganglion.execute.train.servers import store_of
 from ganglion.execute.train.settings import ActivationSettings, RunSettings
 from ganglion.execute.update import OffloadSettings, optimizer_factory, warmup_cosine
 from ganglion.trace import Recorder

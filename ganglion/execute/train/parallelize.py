@@ -49,12 +49,11 @@ from ganglion.execute.pipeline import (
     split_blocks,
 )
 from ganglion.execute.tensor import TensorSettings
-from ganglion.execute.train.async_workers import step_group, worker_executor
+from ganglion.execute.train.async_workers import step_group, store_of, worker_executor, workers_of
 from ganglion.execute.train.averaged import Averaged, AveragingSettings, all_are_made, average
 from ganglion.execute.train.parts import RunParts
 from ganglion.execute.train.replica_executor import build_replica
 from ganglion.execute.train.run import Run
-from ganglion.execute.train.servers import store_of, workers_of
 from ganglion.execute.train.settings import ActivationSettings, RunSettings
 from ganglion.execute.update import (
     GradientPolicy,

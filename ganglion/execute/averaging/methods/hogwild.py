@@ -34,9 +34,10 @@ class _Hogwild(NoOverlap):
         center: SharedCenter,
         worker: int,
         *,
-        tau: int,
-        max_staleness: int | None,
+        tau: int = 1,
+        max_staleness: int | None = None,
     ) -> None:
+        """Start at the centre; `max_staleness` is 4 per worker if not given."""
         num_workers = center.num_workers
         if not 0 <= worker < num_workers:
             raise ConfigError(f"worker = {worker}: this centre has workers 0 to {num_workers - 1}")
@@ -187,20 +188,8 @@ class HogwildEasgd(_Hogwild):
 class HogwildSgd(_Hogwild):
     """Async SGD without a lock: updates are added, and the worker continues from the centre.
 
-    An update made from weights that are too old is not added.
+    tau steps make one update, which is not added if its weights are too old.
     """
-
-    def __init__(
-        self,
-        packed: Packed,
-        center: SharedCenter,
-        worker: int,
-        *,
-        tau: int = 1,
-        max_staleness: int | None = None,
-    ) -> None:
-        """Start at the centre; tau steps make one update, `max_staleness` is 4 per worker."""
-        super().__init__(packed, center, worker, tau=tau, max_staleness=max_staleness)
 
     def after_step(self, lr: float) -> None:
         """Add the update of the last tau steps, and continue from the centre."""

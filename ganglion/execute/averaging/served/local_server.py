@@ -5,7 +5,7 @@
 | "async"       | "server", or "sharded:K"          | a thread of each of the first K workers |
 | "round_robin" | the same, in order of rank        | the same                               |
 | "async_sgd"   | the same, moved by updates        | the same                               |
-| "hogwild", "hogwild_sgd" | one memory of this host | nobody: all write it                   |
+| "hogwild", "hogwild_sgd" | one memory of this host | none: all workers write it             |
 
 A worker that serves stays until all workers have left. With `servers`, separate processes serve
 instead; see server_process.py.
@@ -76,7 +76,7 @@ class _AddressTable:
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         missing = [key for key in keys if not self._entries.get(key)]
         if missing:
-            raise RuntimeError(f"nobody serves {missing}")
+            raise RuntimeError(f"no worker serves {missing}")
 
 
 class _NoHost:

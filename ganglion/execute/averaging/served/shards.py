@@ -64,7 +64,19 @@ class ShardedCenter:
         self.num_members = self.max_members = 0  # now, and the most there ever were
         self._asked_s: float | None = None
         self.parts = tuple(
-            Shard(self._link(store, run_id, worker, shard, end - begin, timeout_s), begin, end)
+            Shard(
+                CenterLink(
+                    store,
+                    run_id=run_id,
+                    worker=worker,
+                    numel=end - begin,
+                    dtype=self.dtype,
+                    shard=shard,
+                    timeout_s=timeout_s,
+                ),
+                begin,
+                end,
+            )
             for shard, (begin, end) in enumerate(shard_bounds(self.numel, num_shards))
         )
 
@@ -141,16 +153,3 @@ class ShardedCenter:
     def _count_members(self) -> None:
         self.num_members = max(part.link.num_members for part in self.parts)
         self.max_members = max(self.max_members, self.num_members)
-
-    def _link(
-        self, store: Store, run_id: str, worker: int, shard: int, numel: int, timeout_s: float
-    ) -> CenterLink:
-        return CenterLink(
-            store,
-            run_id=run_id,
-            worker=worker,
-            numel=numel,
-            dtype=self.dtype,
-            shard=shard,
-            timeout_s=timeout_s,
-        )

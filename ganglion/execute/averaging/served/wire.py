@@ -32,9 +32,11 @@ _MAGIC, _FORMAT = b"GNEA", 3
 # The order of kinds and dtypes is the wire's: new ones go to the end.
 _KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE, RETURN, LEAVE, REPLY, TROUBLE, RESTORE, RECALL, REMIND)
 _DTYPES = (torch.float32, torch.float64, torch.uint8)
-# magic, format, kind, dtype, refused, run, worker, shard, number, step, version, elements, rate,
-# staleness, queue, members, seconds of the update, how far it moved the centre
+# Magic, format, kind, dtype, refused and run come first, then the numbers of an envelope, with the
+# number of elements between them.
 _FIELDS = struct.Struct("<4sBBBB16siiqqqqdqiidd")
+_BEFORE = ("worker", "shard", "number", "step", "version")
+_AFTER = ("rate", "staleness", "queue", "members", "apply_s", "moved")
 _CHECKSUM = struct.Struct("<I")
 _CHECKSUM_AT = HEADER_BYTES - _CHECKSUM.size
 
@@ -106,18 +108,9 @@ class Block:
             _DTYPES.index(self.payload.dtype),
             envelope.is_refused,
             envelope.run_id.encode("ascii"),
-            envelope.worker,
-            envelope.shard,
-            envelope.number,
-            envelope.step,
-            envelope.version,
+            *(getattr(envelope, name) for name in _BEFORE),
             self.payload.numel() if with_payload else 0,
-            envelope.rate,
-            envelope.staleness,
-            envelope.queue,
-            envelope.members,
-            envelope.apply_s,
-            envelope.moved,
+            *(getattr(envelope, name) for name in _AFTER),
         )
         _CHECKSUM.pack_into(self._memory, _CHECKSUM_AT, _checksum(self._memory[:size]))
         return self._bytes[:size]
@@ -149,25 +142,10 @@ def open_block(data: Tensor, here: Side, worker: int | None) -> tuple[Envelope, 
     if (magic, form) != (_MAGIC, _FORMAT) or kind >= len(_KINDS) or dtype >= len(_DTYPES):
         raise _wrong(here, worker, f"header {bytes(memory[:8]).hex(' ')}", "a header of Ganglion")
     found = run.rstrip(b"\0").decode("ascii", "replace")
-    sender, shard, number, step, version, numel, rate, *more = numbers
-    staleness, queue, members, apply_s, moved = more
-    envelope = Envelope(
-        kind=_KINDS[kind],
-        run_id=found,
-        worker=sender,
-        shard=shard,
-        number=number,
-        step=step,
-        version=version,
-        rate=rate,
-        is_refused=bool(refused),
-        staleness=staleness,
-        queue=queue,
-        members=members,
-        apply_s=apply_s,
-        moved=moved,
-    )
-    worker = sender if worker is None else worker
+    numel = numbers.pop(len(_BEFORE))
+    known = dict(zip((*_BEFORE, *_AFTER), numbers, strict=True))
+    envelope = Envelope(kind=_KINDS[kind], run_id=found, is_refused=bool(refused), **known)
+    worker = envelope.worker if worker is None else worker
     _check_sides(envelope, here, worker)
     payload = _check_payload(data, memory, here, worker, numel, _DTYPES[dtype])
     return envelope, payload
@@ -190,10 +168,10 @@ def _check_payload(
     if len(data) != HEADER_BYTES + numel * dtype.itemsize:
         size = f"{len(data) - HEADER_BYTES} bytes for {numel} elements of {dtype}"
         raise _wrong(here, worker, size, "as many as it announces")
-    (told,) = _CHECKSUM.unpack_from(memory, _CHECKSUM_AT)
+    (sent,) = _CHECKSUM.unpack_from(memory, _CHECKSUM_AT)
     found = _checksum(memory)
-    if told != found:
-        raise _wrong(here, worker, f"checksum {told:08x}", f"checksum {found:08x}")
+    if sent != found:
+        raise _wrong(here, worker, f"checksum {sent:08x}", f"checksum {found:08x}")
     if numel and dtype != torch.uint8 and (numel, dtype) != (here.numel, here.dtype):
         theirs, ours = f"{numel} elements of {dtype}", f"{here.numel} elements of {here.dtype}"
         raise _wrong(here, worker, theirs, ours)
