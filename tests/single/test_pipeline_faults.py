@@ -114,13 +114,13 @@ def outcomes(
 def copies_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], int]:
     """Say how many copies of a message arrive, by its kind and microbatch."""
     wanted: dict[tuple[str, int], int] = {}
-    deliver = LocalTransport._deliver
+    deliver = LocalTransport._carry
 
     def chosen(self: LocalTransport, target: int, kind: str, tensor: Tensor, numbers: Any) -> None:
         for _ in range(wanted.get((kind, numbers[2]), 1)):
             deliver(self, target, kind, tensor, numbers)
 
-    monkeypatch.setattr(LocalTransport, "_deliver", chosen)
+    monkeypatch.setattr(LocalTransport, "_carry", chosen)
     return wanted
 
 
@@ -172,7 +172,7 @@ def test_a_message_that_comes_twice_is_refused(
 
 def test_a_message_of_a_batch_that_is_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second copy comes a batch later: the ledger has forgotten it, but not the batch."""
-    deliver, kept = LocalTransport._deliver, []
+    deliver, kept = LocalTransport._carry, []
 
     def late(self: LocalTransport, target: int, kind: str, tensor: Tensor, numbers: Any) -> None:
         if kind == "forward" and numbers[2] == 0:
@@ -181,7 +181,7 @@ def test_a_message_of_a_batch_that_is_over_is_refused(monkeypatch: pytest.Monkey
             deliver(*kept[0])
         deliver(self, target, kind, tensor, numbers)
 
-    monkeypatch.setattr(LocalTransport, "_deliver", late)
+    monkeypatch.setattr(LocalTransport, "_carry", late)
     for error in outcomes(plan_for(SMALL, "one_f_one_b", 2, 1, 4), SMALL):
         assert isinstance(error, ProtocolError)
         assert "microbatch 0" in str(error)
