@@ -46,13 +46,9 @@ _DECIDED_BY_PLAN = (
 _RANK = "ganglion.cli.launch.rank_main"
 _PLAN_FIELDS = {field.name for field in fields(Plan)}
 _NOT_IN_A_PLAN = (
-    *(f"parallel.{key}" for key in ParallelSection.model_fields if key not in _PLAN_FIELDS),
-    *(
-        f"averaging.{key}"
-        for key in AveragingSection.model_fields
-        if key not in ("method", "servers")
-    ),
-    *(f"memory.{key}" for key in MemorySection.model_fields if key not in _PLAN_FIELDS),
+    *(f"parallel.{key}" for key in {*ParallelSection.model_fields} - _PLAN_FIELDS),
+    *(f"averaging.{key}" for key in {*AveragingSection.model_fields} - {"method", "servers"}),
+    *(f"memory.{key}" for key in {*MemorySection.model_fields} - _PLAN_FIELDS),
 )
 
 
@@ -77,12 +73,8 @@ def train_command(options: TrainOptions) -> int:
         typer.echo(render_run_file(file))
         return 0
     file, plan = fitted_plan(options, file, launch)
-    if _wants_mpiexec(file, plan, launch):
-        from ganglion.cli.launch import require_mpiexec
-
-        require_mpiexec()  # before anything is written
-    if _forks_ranks(file, plan, launch):
-        start_rank_server(_RANK)  # imports torch while the run is prepared
+    if launch.launcher == "alone" and plan.num_ranks > 1:
+        _prepare_launch(file)
     if launch.rank == 0:
         warn_of_late_gradients(file, plan)
     if launch.local_rank == 0:
@@ -98,38 +90,36 @@ def train_command(options: TrainOptions) -> int:
     return train_under_launcher(file, plan, _name(options), launch, options) or 0
 
 
+def _prepare_launch(file: RunFile) -> None:
+    """Start the server that imports torch for ranks, or raise LaunchError without an mpiexec."""
+    if file.parallel.transport == "mpi":
+        from ganglion.cli.launch import require_mpiexec
+
+        require_mpiexec()
+    else:
+        start_rank_server(_RANK)
+
+
 def _train_alone(options: TrainOptions, file: RunFile, plan: Plan) -> int:
+    """Train in this process, or in ranks that it starts; return the exit code."""
+    folder = prepare_folder(file, plan, _name(options), resume=options.resume)
+    launched = (folder, plan.num_ranks, options.resume, options.log_level)
     if plan.num_ranks == 1:
         from ganglion.cli.launch import train_in_folder
 
-        folder = prepare_folder(file, plan, _name(options), resume=options.resume)
         code = train_in_folder(folder, Launch(), resume=options.resume)
-    elif _wants_mpiexec(file, plan, Launch()):
-        folder, code = _train_under_mpiexec(options, file, plan)
+    elif file.parallel.transport == "mpi":
+        from ganglion.cli.launch import run_under_mpiexec
+
+        with forwarded_signals() as received:
+            code = run_under_mpiexec(*launched, received)
     else:
-        folder, code = _train_in_processes(options, file, plan)
+        with forwarded_signals(find=rank_processes) as received:
+            from ganglion.cli.launch import run_processes  # torch: importing it takes a while
+
+            code = run_processes(*launched, received, module=_RANK)
     print_summary(folder, code)
     return code
-
-
-def _train_under_mpiexec(options: TrainOptions, file: RunFile, plan: Plan) -> tuple[Path, int]:
-    from ganglion.cli.launch import run_under_mpiexec
-
-    folder = prepare_folder(file, plan, _name(options), resume=options.resume)
-    with forwarded_signals() as received:
-        level = options.log_level
-        code = run_under_mpiexec(folder, plan.num_ranks, options.resume, level, received)
-    return folder, code
-
-
-def _train_in_processes(options: TrainOptions, file: RunFile, plan: Plan) -> tuple[Path, int]:
-    folder = prepare_folder(file, plan, _name(options), resume=options.resume)
-    with forwarded_signals(find=rank_processes) as received:
-        from ganglion.cli.launch import run_processes  # torch: importing it takes a while
-
-        level, resume = options.log_level, options.resume
-        code = run_processes(folder, plan.num_ranks, resume, level, received, module=_RANK)
-    return folder, code
 
 
 def warn_of_late_gradients(file: RunFile, plan: Plan) -> None:
@@ -142,16 +132,6 @@ def warn_of_late_gradients(file: RunFile, plan: Plan) -> None:
             "flushes: optimizer.error_feedback = true can win a part of it back",
             err=True,
         )
-
-
-def _forks_ranks(file: RunFile, plan: Plan, launch: Launch) -> bool:
-    is_local = launch.launcher == "alone" and plan.num_ranks > 1
-    return is_local and not _wants_mpiexec(file, plan, launch)
-
-
-def _wants_mpiexec(file: RunFile, plan: Plan, launch: Launch) -> bool:
-    is_mpi = file.parallel.transport == "mpi"
-    return is_mpi and plan.num_ranks > 1 and launch.launcher == "alone"
 
 
 def prepare_data(file: RunFile) -> None:
