@@ -5,7 +5,7 @@ Members of a shared-memory group send them through a Unix stream socket; MPI sen
     call     the collective and its tensor, compared by all members; small data follow it
     signal   "my part of this slab is in shared memory": one byte
     failure  why this member gave up, so that the others stop waiting for it
-    goodbye  this member closed the group; a hang-up without it is a death
+    goodbye  this member closed the group; an end of stream without it is a death
     hello    first record: the size of this member's staging memory, with its descriptor
 
 Records have a fixed layout and are never pickled.
@@ -76,20 +76,8 @@ class Call(NamedTuple):
 
     def pack(self, payload_bytes: int = 0) -> bytes:
         """Return the record, to be followed by `payload_bytes` of data."""
-        number, kind, op, dtype, root, num_elements, segment, segment_bytes, offset = self
-        return _CALL_LAYOUT.pack(
-            _CALL,
-            number,
-            payload_bytes,
-            _KIND_CODES[kind],
-            _OP_CODES[op],
-            _DTYPE_CODES[dtype],
-            root,
-            num_elements,
-            segment,
-            segment_bytes,
-            offset,
-        )
+        codes = _KIND_CODES[self.kind], _OP_CODES[self.op], _DTYPE_CODES[self.dtype]
+        return _CALL_LAYOUT.pack(_CALL, self.number, payload_bytes, *codes, *self[4:])
 
     def __str__(self) -> str:
         options = [self.op] if self.op else []

@@ -92,8 +92,7 @@ class Header(NamedTuple):
 def make_header(form: Form, numbers: Numbers) -> Header:
     """Return the header of a form and its numbers."""
     kind, shape, dtype, device, _ = form
-    step, stage, microbatch, version, flow = numbers
-    return Header(kind, step, stage, microbatch, version, shape, dtype, flow, device)
+    return Header(kind, *numbers[:4], shape, dtype, numbers[4], device)
 
 
 def header_numbers(header: Header) -> Numbers:
@@ -111,8 +110,7 @@ class Arrival(NamedTuple):
 
 def local_arrival(source: int, kind: str, tensor: Tensor, numbers: Numbers) -> Arrival:
     """Return a message that crosses no wire; `tensor` belongs to the receiver already."""
-    step, stage, microbatch, version, flow = numbers
-    header = Header(kind, step, stage, microbatch, version, tensor.shape, tensor.dtype, flow)
+    header = Header(kind, *numbers[:4], tensor.shape, tensor.dtype, numbers[4])
     return Arrival(source, header, tensor)
 
 

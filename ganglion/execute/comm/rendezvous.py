@@ -40,7 +40,7 @@ def open_world(
 ) -> World:
     """Meet the other ranks and return the world of `mesh`.
 
-    A single process meets nobody unless `meets_alone`, which lets others `open_store`.
+    A single process opens no store, unless `meets_alone`, which lets others `open_store`.
     """
     if launch.num_ranks != mesh.num_ranks:
         raise LayoutError(

@@ -1,4 +1,7 @@
-"""The device a rank computes on, and the most memory it has held."""
+"""The device of a rank and the peak of its memory.
+
+The first room of execute: it imports no other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes held so far: by the allocator of a GPU, by the process on a CPU."""
+    """Return the peak of bytes held by the allocator of a GPU, or by the process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -71,7 +71,7 @@ class _Mailbox:
         self._num_put = 0
         self._changed = threading.Condition()
         self._lost: dict[int, str] = {}
-        self._departed: set[int] = set()
+        self.departed: set[int] = set()
         self.closed = False
 
     def put(self, due_s: float, arrival: Arrival) -> None:
@@ -87,23 +87,13 @@ class _Mailbox:
 
     def depart(self, source: int) -> None:
         with self._changed:
-            self._departed.add(source)
+            self.departed.add(source)
             self._changed.notify()
 
-    def take(self, rank: int, peers: tuple[int, ...], timeout_s: float, awaiting: str) -> Arrival:
-        """Return the next message that is due; raise PeerLost after a loss or at the deadline."""
-        arrival = self._next(rank, peers, timeout_s, f"awaited {awaiting}")
-        if arrival is None:
-            raise timeout_error(rank, set(peers) - self._departed, timeout_s, awaiting)
-        return arrival
-
-    def take_now(self, rank: int, timeout_s: float) -> Arrival | None:
-        """Return the next message, or None if none is due in time."""
-        return self._next(rank, (), timeout_s, "looked for messages")
-
-    def _next(
+    def take(
         self, rank: int, peers: tuple[int, ...], timeout_s: float, doing: str
     ) -> Arrival | None:
+        """Return the next message, or None if none is due in time; raise PeerLost after a loss."""
         end_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -111,18 +101,14 @@ class _Mailbox:
                 if self._due and self._due[0][0] <= now_s:
                     return heapq.heappop(self._due)[2]
                 if not self._due:
-                    self._raise_if_alone(rank, peers, doing)
+                    for lost, reason in self._lost.items():
+                        raise death_error(rank, lost, reason, doing)
+                    if peers and self.departed.issuperset(peers):
+                        raise departure_error(rank, peers, doing)
                 if now_s >= end_s:
                     return None
                 next_s = min(end_s, self._due[0][0] if self._due else end_s)
                 self._changed.wait(next_s - now_s)
-
-    def _raise_if_alone(self, rank: int, peers: tuple[int, ...], doing: str) -> None:
-        """Raise PeerLost if a rank died, or if all of `peers` have left."""
-        for lost, reason in self._lost.items():
-            raise death_error(rank, lost, reason, doing)
-        if peers and self._departed.issuperset(peers):
-            raise departure_error(rank, peers, doing)
 
 
 class LocalTransport(Transport):
@@ -168,12 +154,15 @@ class LocalTransport(Transport):
         """Wait for the next arrival of any source; see Transport."""
         self._raise_if_dead(f"awaited {awaiting}")
         box = self._boxes[self.rank]
-        return self._recorded(box.take(self.rank, self.peers, timeout_s, awaiting))
+        arrival = box.take(self.rank, self.peers, timeout_s, f"awaited {awaiting}")
+        if arrival is None:
+            raise timeout_error(self.rank, {*self.peers} - box.departed, timeout_s, awaiting)
+        return self._recorded(arrival)
 
     def poll(self, timeout_s: float = 0.0) -> Arrival | None:
         """Return the next arrival if one comes in time; see Transport."""
         self._raise_if_dead("looked for messages")
-        arrival = self._boxes[self.rank].take_now(self.rank, timeout_s)
+        arrival = self._boxes[self.rank].take(self.rank, (), timeout_s, "looked for messages")
         return None if arrival is None else self._recorded(arrival)
 
     def flush(self, timeout_s: float) -> None:

@@ -35,18 +35,9 @@ class Task(Protocol):
         """Do all that needs no waiting; never raise."""
 
 
-_WAITER_SPINS_S = {
-    Activity.OVER: 0.0,
-    Activity.IDLE: 1e-3,
-    Activity.AWAITING: 1e-3,
-    Activity.MOVING: 0.05,
-}
-_THREAD_SPINS_S = {
-    Activity.OVER: 0.0,
-    Activity.IDLE: 0.0,
-    Activity.AWAITING: 0.0,
-    Activity.MOVING: 0.05,
-}
+# In the order of Activity.
+_WAITER_SPINS_S = dict(zip(Activity, (0.0, 1e-3, 1e-3, 0.05), strict=True))
+_THREAD_SPINS_S = dict(zip(Activity, (0.0, 0.0, 0.0, 0.05), strict=True))
 _SHORTEST_S, _WAITER_LONGEST_S, _THREAD_LONGEST_S = 5e-5, 2e-4, 1e-3
 # To wake the thread for every collective would cost the caller more than the collective.
 _LINGER_S = 0.05

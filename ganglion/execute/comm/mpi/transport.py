@@ -108,7 +108,7 @@ class MpiTransport(Transport):
         self._progress.wait(lambda: not self._sends, _CLOSE_S)
 
     def advance(self) -> Activity:
-        """Test sends, receive what has arrived and deliver it in order."""
+        """Test sends, and receive and deliver messages in order."""
         try:
             while self._sends and self._sends[0][1].Test():
                 self._sends.popleft()

@@ -30,7 +30,7 @@ from ganglion.execute.comm.shm.memory import Arena, Segment, map_shared
 from ganglion.execute.comm.shm.progress import Job
 from ganglion.execute.comm.shm.staging import NUM_SLOTS, Program, Staging, program_of
 
-_CHUNK_BYTES = 1 << 18  # what is written and read again at once should still be in the cache
+_CHUNK_BYTES = 1 << 18  # stays in the cache between a write and the read that follows
 
 
 class BulkPath:

@@ -122,7 +122,7 @@ class EagerPath:
             raise self._failure.fail(error) from error
 
     def settle_arrived(self) -> None:
-        """Finish what has arrived; the next wait raises a failure."""
+        """Finish collectives whose data have arrived; the next wait raises a failure."""
         if self._lock.acquire(blocking=False):
             try:
                 self._links.read(0)
@@ -133,7 +133,7 @@ class EagerPath:
                 self._lock.release()
 
     def close(self) -> None:
-        """Send what was posted and a goodbye, then close the sockets."""
+        """Send the backlog and a goodbye, then close the sockets."""
         self._post(GOODBYE)
         for outbox in self._outboxes.values():
             outbox.close(_LINGER_S)
@@ -156,14 +156,11 @@ class EagerPath:
         if handle is not None:
             handle.peer_calls[index] = peer_call
             if len(handle.peer_calls) == len(self._outboxes):
-                self._settle(handle)
+                del self._pending[handle.call.number]
+                check_agreement(self._ranks, handle.call, handle.peer_calls)
+                handle.finish(handle.peer_calls)
+                handle.settled_s = time.perf_counter()
+                handle.peer_calls.clear()
         elif peer_call.number >= self.next_number:
             self._early.setdefault(peer_call.number, []).append((index, peer_call))
         # Any other announces a large collective that this member has started as well.
-
-    def _settle(self, handle: EagerHandle) -> None:
-        del self._pending[handle.call.number]
-        check_agreement(self._ranks, handle.call, handle.peer_calls)
-        handle.finish(handle.peer_calls)
-        handle.settled_s = time.perf_counter()
-        handle.peer_calls.clear()

@@ -29,7 +29,7 @@ from ganglion.execute.comm.shm.progress import Job, Progress
 
 SLOT_BYTES = 1 << 20
 EAGER_BYTES = 1 << 16  # sent by a member to all others together in a small collective
-LINGER_S = 100e-6  # about what it takes to wake a sleeping process
+LINGER_S = 100e-6  # about the time to wake a sleeping process
 
 
 class ShmGroup(CheckedGroup):

@@ -38,7 +38,7 @@ class MemberLink:
         self.index = index
         self.socket = connection
         self.inbox = Inbox(peer)
-        self.hung_up = False
+        self.has_ended = False
         self._takes_descriptors = takes_descriptors
 
     def send(self, record: bytes, descriptor: int = -1) -> None:
@@ -55,7 +55,7 @@ class MemberLink:
             return
 
     def read(self) -> None:
-        """Parse what has arrived, if anything."""
+        """Read and parse arrived data, if any."""
         try:
             data = self._receive()
         except BlockingIOError:
@@ -65,7 +65,7 @@ class MemberLink:
         if data:
             self.inbox.feed(data)
         else:
-            self.hung_up = True
+            self.has_ended = True
 
     def _receive(self) -> bytes:
         if not self._takes_descriptors:
@@ -78,7 +78,7 @@ class MemberLink:
         return data
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.inbox.close()
         self.socket.close()
 
@@ -146,26 +146,27 @@ class GroupLinks:
             self._raise_if_broken(lacking, what)
             waited_s = time.monotonic() - start_s
             if waited_s >= self._timeout_s:
-                raise self._silent(lacking, what)
+                raise PeerLost(
+                    f"{what} of ranks {list(self._ranks)} waited {self._timeout_s:g} s for ranks "
+                    f"{[link.peer for link in lacking]}, which stayed silent: look at their logs, "
+                    f"or raise train.timeout_s if they are only slow"
+                )
             if on_delay is not None and waited_s >= limit_s:
                 on_delay()
                 on_delay, limit_s = None, self._timeout_s
 
     def read(self, wait_s: float) -> None:
         """Wait for data, at most `wait_s`, and read all there is."""
-        for descriptor, _ in self._ready(wait_s):
-            link = self._by_descriptor[descriptor]
-            link.read()
-            if link.hung_up:
-                self._poll.unregister(descriptor)
-            if link.hung_up or link.inbox.failure:
-                self._broken.append(link)
-
-    def _ready(self, wait_s: float) -> list[tuple[int, int]]:
         end_s = time.monotonic() + min(wait_s, self._linger_s)
         while not (ready := self._poll.poll(0)) and time.monotonic() < end_s:
             os.sched_yield()
-        return ready or self._poll.poll(wait_s * 1000)
+        for descriptor, _ in ready or self._poll.poll(wait_s * 1000):
+            link = self._by_descriptor[descriptor]
+            link.read()
+            if link.has_ended:
+                self._poll.unregister(descriptor)
+            if link.has_ended or link.inbox.failure:
+                self._broken.append(link)
 
     def _raise_if_broken(self, lacking: list[MemberLink], what: object) -> None:
         """Raise if a member failed, died, or left while something is still awaited from it."""
@@ -183,13 +184,6 @@ class GroupLinks:
                 f"{what} of ranks {list(self._ranks)} lost rank {link.peer}: {reason}; look for "
                 f"the first error in the log of rank {link.peer}"
             )
-
-    def _silent(self, lacking: list[MemberLink], what: object) -> PeerLost:
-        return PeerLost(
-            f"{what} of ranks {list(self._ranks)} waited {self._timeout_s:g} s for ranks "
-            f"{[link.peer for link in lacking]}, which stayed silent: look at their logs, or "
-            f"raise train.timeout_s if they are only slow"
-        )
 
     def send_last(self, record: bytes) -> None:
         """Send a last record to every member that still reads, and end all waits of this side."""
@@ -251,7 +245,7 @@ class Outbox:
         except BlockingIOError:
             return 0
         except OSError:
-            return sys.maxsize  # nobody reads: as good as sent
+            return sys.maxsize  # the peer is gone: as good as sent
 
     def _drain(self) -> None:
         poll = select.poll()

@@ -198,7 +198,7 @@ class Pool:
         return self._grow(slot_bytes)
 
     def retire_idle(self) -> list[int]:
-        """Unmap what was idle longest, beyond what was ever in flight; return the numbers."""
+        """Unmap the longest idle segments beyond the peak in flight; return their numbers."""
         idle = [segment for segment in self._all() if segment.idle()]
         kept_bytes = max(_KEEP_IDLE_BYTES, self._peak_bytes)
         excess = sum(segment.num_bytes for segment in idle) - kept_bytes

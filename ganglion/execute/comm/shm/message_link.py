@@ -34,7 +34,7 @@ from ganglion.execute.comm.message import (
     make_header,
     plain_copy,
 )
-from ganglion.execute.comm.shm.memory import MakeSegment, Pool, SlotSegment, Window
+from ganglion.execute.comm.shm.memory import MakeSegment, Pool, Window
 
 logger = logging.getLogger(__name__)
 
@@ -164,33 +164,23 @@ class MessageLink:
         try:
             segment, index = self._pool.take(num_bytes)
         except OSError as error:
-            self._warn(num_bytes, error)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "rank %d cannot share %d bytes of memory with rank %d (%s): large messages go "
+                    "through the socket and take longer; raise the limit on memory or open files",
+                    *(self._rank, num_bytes, self.peer, error),
+                )
             return False
         _copy_to(segment.slot_address(index), tensor, num_bytes)
         frame = _FRAME.pack(_MAGIC, SLOT, index, segment.number, len(form), *numbers) + form
         if segment.descriptor < 0:
             self._write([frame])
         else:
-            self._announce(segment, frame)
+            new = _control(SEGMENT, segment.num_slots, segment.number, segment.slot_bytes)
+            retired = [_control(RETIRE, 0, number) for number in self._pool.retire_idle()]
+            self._write([b"".join([new, frame, *retired])], segment.release())
         return True
-
-    def _announce(self, segment: SlotSegment, frame: bytes) -> None:
-        """Send a new segment with its first message, and retire idle segments."""
-        new = _control(SEGMENT, segment.num_slots, segment.number, segment.slot_bytes)
-        retired = [_control(RETIRE, 0, number) for number in self._pool.retire_idle()]
-        self._write([b"".join([new, frame, *retired])], segment.release())
-
-    def _warn(self, num_bytes: int, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "rank %d cannot share %d bytes of memory with rank %d (%s): large messages go "
-                "through the socket and take longer; raise the limit on memory or open files",
-                self._rank,
-                num_bytes,
-                self.peer,
-                error,
-            )
 
     def _write(self, parts: list[Buffer], descriptor: int = -1) -> None:
         """Write the parts or keep them for later; own the descriptor from now on."""
@@ -209,7 +199,8 @@ class MessageLink:
 
     def _send_now(self, parts: list[Buffer], descriptor: int) -> int:
         """Return how many bytes the socket took; the descriptor goes with the first of them."""
-        rights = [] if descriptor < 0 else [_rights(descriptor)]
+        packed = array.array("i", [descriptor])
+        rights = [] if descriptor < 0 else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)]
         try:
             num_sent = self._connection.sendmsg(parts, rights, _WRITE_FLAGS)
         except BlockingIOError:
@@ -340,10 +331,6 @@ def _copy_to(address: int, tensor: Tensor, num_bytes: int) -> None:
         return
     memory = (ctypes.c_char * num_bytes).from_address(address)
     torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-
-
-def _rights(descriptor: int) -> tuple[int, int, array.array[int]]:
-    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor])
 
 
 def _close_all(descriptors: Iterable[int]) -> None:
