@@ -142,7 +142,7 @@ def test_others_begin_at_the_centre(
     assert_same_by_name(load_file(path), center, exactly=True)
 
 
-def save_drifting(world: World, plan: Plan, case: Case, folder: str) -> tuple[Weights, Weights]:
+def save_async(world: World, plan: Plan, case: Case, folder: str) -> tuple[Weights, Weights]:
     run = open_run(world, plan, case)
     train_until(run, case, SAVED_AT)
     run.save(folder)
@@ -151,7 +151,7 @@ def save_drifting(world: World, plan: Plan, case: Case, folder: str) -> tuple[We
     return found
 
 
-def resume_drifting(world: World, plan: Plan, case: Case, folder: str) -> Any:
+def resume_async(world: World, plan: Plan, case: Case, folder: str) -> Any:
     run = open_run(world, plan, case)
     train_until(run, dataclasses.replace(case, num_steps=1), 1)  # its weights and centre are wrong
     assert run.load(folder)
@@ -166,13 +166,13 @@ def resume_drifting(world: World, plan: Plan, case: Case, folder: str) -> Any:
 
 @pytest.mark.parametrize("method", ["async_easgd", "async_sgd", "hogwild_easgd"])
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "pipe": 2}], ids=str)
-def test_workers_and_centre_of_a_drifting_run_are_saved(
+def test_workers_and_centre_of_an_asynchronous_run_are_saved(
     ranks: Ranks, tmp_path: Path, method: str, axes: dict[str, int]
 ) -> None:
     case = dataclasses.replace(CASE, dtype=torch.float32, averaging=AveragingSettings(tau=1))
     plan = planned(method, **axes)
-    first = ranks.run(plan.num_ranks, save_drifting, plan, case, str(tmp_path))
-    again = ranks.run(plan.num_ranks, resume_drifting, plan, case, str(tmp_path))
+    first = ranks.run(plan.num_ranks, save_async, plan, case, str(tmp_path))
+    again = ranks.run(plan.num_ranks, resume_async, plan, case, str(tmp_path))
     for (weights, center), (found, found_center, num_exchanges) in zip(first, again, strict=True):
         assert_same_by_name(found_center, center, exactly=True)
         assert num_exchanges == case.num_steps

@@ -34,7 +34,7 @@ from ganglion.execute.averaging.served.rules import Additive, Elastic, Rule
 from ganglion.execute.averaging.served.server import CenterServer
 from ganglion.execute.averaging.served.shards import ShardedCenter, shard_bounds
 from ganglion.execute.averaging.served.snapshot import Snapshots, load_snapshot
-from ganglion.execute.averaging.served.wire import Block, Envelope, Side, open_block
+from ganglion.execute.averaging.served.wire import Block, Endpoint, Envelope, open_block
 from ganglion.execute.comm import World, run_threads
 
 RUN = "threads"
@@ -634,7 +634,7 @@ def sealed(**fields: Any) -> Tensor:
     return block.seal(Envelope(**(known | {"version": 5, "rate": 0.25} | fields)))
 
 
-HERE = Side("the centre", RUN, 1, 4, torch.float32)
+HERE = Endpoint("the centre", RUN, 1, 4, torch.float32)
 
 
 def test_a_message_tells_all_that_was_put_in() -> None:
@@ -680,17 +680,17 @@ def test_every_byte_is_covered_by_a_check() -> None:
 
 def test_another_size_or_dtype_is_named() -> None:
     for side in (
-        Side("the centre", RUN, 1, 5, torch.float32),
-        Side("it", RUN, 1, 4, torch.float64),
+        Endpoint("the centre", RUN, 1, 5, torch.float32),
+        Endpoint("it", RUN, 1, 4, torch.float64),
     ):
         with pytest.raises(ProtocolError, match=r"4 elements of torch.float32, but .* has [45] el"):
             open_block(sealed(), side, 3)
     with pytest.raises(ProtocolError, match="a block of bytes"):
         open_block(torch.zeros(3), HERE, 3)
     with pytest.raises(ConfigError, match="1 to 16 ASCII"):
-        Side("the centre", "a run id that is too long", 0, 1, torch.float32)
+        Endpoint("the centre", "a run id that is too long", 0, 1, torch.float32)
     with pytest.raises(ConfigError, match="bfloat16 cannot be served"):
-        Side("the centre", RUN, 0, 1, torch.bfloat16)
+        Endpoint("the centre", RUN, 0, 1, torch.bfloat16)
 
 
 # --- shards and snapshots ------------------------------------------------------------------------

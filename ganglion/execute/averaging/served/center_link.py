@@ -26,8 +26,8 @@ from ganglion.execute.averaging.served.wire import (
     RESTORE,
     TROUBLE,
     Block,
+    Endpoint,
     Envelope,
-    Side,
     open_block,
     text_of,
 )
@@ -58,7 +58,7 @@ class CenterLink:
         timeout_s: float = 300.0,
     ) -> None:
         """Find the centre of `run_id` through `store`; no wait is longer than `timeout_s`."""
-        self.side = Side(f"worker {worker}", run_id, shard, numel, dtype)
+        self.endpoint = Endpoint(f"worker {worker}", run_id, shard, numel, dtype)
         self.worker = worker
         self.block = Block(numel, dtype)
         self.version = 0
@@ -67,7 +67,7 @@ class CenterLink:
         self.num_members = 0  # workers of the centre, by its last answer
         self._timeout_s = timeout_s
         self._client = CenterClient(store, run_id, worker, shard)
-        self._plain = Block(0, dtype)  # for what has no payload
+        self._plain = Block(0, dtype)  # for messages without a payload
         self._number = 0
         self._asked: tuple[Envelope, bool] | None = None  # not answered yet
         self._unnumbered = ""  # kind of the unnumbered request that is awaited
@@ -130,9 +130,9 @@ class CenterLink:
     def _envelope(self, kind: str, number: int, step: int, rate: float) -> Envelope:
         return Envelope(
             kind=kind,
-            run_id=self.side.run_id,
+            run_id=self.endpoint.run_id,
             worker=self.worker,
-            shard=self.side.shard,
+            shard=self.endpoint.shard,
             number=number,
             step=step,
             version=self.version,
@@ -190,7 +190,7 @@ class CenterLink:
             self._early = answer
 
     def _open(self, data: Tensor) -> Answer:
-        answer = Answer(*open_block(data, self.side, None))
+        answer = Answer(*open_block(data, self.endpoint, None))
         if answer.envelope.kind == TROUBLE:  # its worker number may be wrong
             self._is_member = False
             self._client.disconnect()
@@ -224,6 +224,6 @@ class CenterLink:
         what = f"request {number}" if number else "its call"
         return PeerLost(
             f"worker {self.worker} waited {self._timeout_s:g} s for the centre, shard "
-            f"{self.side.shard}, to answer {what}: look for the first error in the log of the "
+            f"{self.endpoint.shard}, to answer {what}: look for the first error in the log of the "
             f"server, or raise timeout_s"
         )

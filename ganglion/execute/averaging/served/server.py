@@ -51,8 +51,8 @@ from ganglion.execute.averaging.served.wire import (
     RESTORE,
     TROUBLE,
     Block,
+    Endpoint,
     Envelope,
-    Side,
     open_block,
     text_block,
 )
@@ -122,7 +122,7 @@ class CenterServer:
             is_recording=is_recording,
         )
         self._rule = rule
-        self._side = Side("the centre", run_id, shard, center.numel(), center.dtype)
+        self._endpoint = Endpoint("the centre", run_id, shard, center.numel(), center.dtype)
         self._timeout_s = timeout_s
         self._snapshots = snapshots
         self._workers: dict[int, int] = {}  # by client
@@ -196,7 +196,7 @@ class CenterServer:
     def _on_message(self, event: Received) -> None:
         data = event.arrival.tensor
         self._received_bytes += data.nbytes
-        envelope, payload = open_block(data, self._side, self._workers.get(event.client))
+        envelope, payload = open_block(data, self._endpoint, self._workers.get(event.client))
         worker = self._workers[event.client] = envelope.worker
         self._heard_s[worker] = time.monotonic()
         if envelope.kind == LEAVE:
@@ -247,10 +247,10 @@ class CenterServer:
         self._pending[worker] = asked
 
     def _check_whole(self, envelope: Envelope, payload: Tensor) -> None:
-        if payload.numel() != self._side.numel:
+        if payload.numel() != self._endpoint.numel:
             raise ProtocolError(
                 f"worker {envelope.worker} sent a {envelope.kind} of {payload.numel()} elements, "
-                f"but the centre has {self._side.numel}: give both the same model"
+                f"but the centre has {self._endpoint.numel}: give both the same model"
             )
 
     def _readmit(self, client: int, envelope: Envelope) -> None:
@@ -310,7 +310,7 @@ class CenterServer:
 
     def _block_of(self, worker: int) -> Block:
         known = self._answered.get(worker)
-        return Block(self._side.numel, self._side.dtype) if known is None else known.block
+        return Block(self._endpoint.numel, self._endpoint.dtype) if known is None else known.block
 
     def _reply_to(self, envelope: Envelope, version: int) -> Envelope:
         books = self.books
@@ -346,7 +346,7 @@ class CenterServer:
         worker = self._workers.pop(client, -1)
         self._ignored.add(client)
         envelope = Envelope(
-            kind=TROUBLE, run_id=self._side.run_id, worker=worker, shard=self._side.shard
+            kind=TROUBLE, run_id=self._endpoint.run_id, worker=worker, shard=self._endpoint.shard
         )
         logger.warning("the centre refuses worker %d: %s", worker, text)
         self._listener.send(client, TROUBLE, text_block(envelope, text), step=-1, version=-1)
@@ -381,7 +381,7 @@ class CenterServer:
         books = self.books
         awaited = "more workers" if books.awaited is None else f"worker {books.awaited}"
         return PeerLost(
-            f"the centre, shard {self._side.shard}, waited {self._timeout_s:g} s for {awaited}: "
-            f"{books.num_workers} were expected, {sorted(books.members)} are here; look for the "
-            f"first error in the logs of the others"
+            f"the centre, shard {self._endpoint.shard}, waited {self._timeout_s:g} s for "
+            f"{awaited}: {books.num_workers} were expected, {sorted(books.members)} are here; look "
+            f"for the first error in the logs of the others"
         )

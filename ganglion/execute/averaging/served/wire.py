@@ -67,7 +67,7 @@ class Envelope:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class Endpoint:
     """The run, shard, size and dtype that one end of a connection accepts."""
 
     name: str  # in errors: "the centre", "worker 3"
@@ -130,7 +130,7 @@ def text_of(payload: Tensor) -> str:
     return bytes(payload.tolist()).decode("ascii", "replace")
 
 
-def open_block(data: Tensor, here: Side, worker: int | None) -> tuple[Envelope, Tensor]:
+def open_block(data: Tensor, here: Endpoint, worker: int | None) -> tuple[Envelope, Tensor]:
     """Check a message from or to `worker`; return its header and a view of its payload.
 
     Without a `worker`, this is the first message of a client, which gives its number.
@@ -151,7 +151,7 @@ def open_block(data: Tensor, here: Side, worker: int | None) -> tuple[Envelope, 
     return envelope, payload
 
 
-def _check_sides(envelope: Envelope, here: Side, worker: int) -> None:
+def _check_sides(envelope: Envelope, here: Endpoint, worker: int) -> None:
     pairs = (
         ("run", envelope.run_id, here.run_id),
         ("worker", envelope.worker, worker),
@@ -163,7 +163,7 @@ def _check_sides(envelope: Envelope, here: Side, worker: int) -> None:
 
 
 def _check_payload(
-    data: Tensor, memory: memoryview, here: Side, worker: int, numel: int, dtype: torch.dtype
+    data: Tensor, memory: memoryview, here: Endpoint, worker: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
     if len(data) != HEADER_BYTES + numel * dtype.itemsize:
         size = f"{len(data) - HEADER_BYTES} bytes for {numel} elements of {dtype}"
@@ -188,7 +188,7 @@ def _memory_of(data: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * len(data)).from_address(data.data_ptr())).cast("B")
 
 
-def _wrong(here: Side, worker: int | None, theirs: str, ours: str) -> ProtocolError:
+def _wrong(here: Endpoint, worker: int | None, theirs: str, ours: str) -> ProtocolError:
     caller = "a caller" if worker is None else f"worker {worker}"
     other = "the centre" if here.name.startswith("worker") else caller
     return ProtocolError(
