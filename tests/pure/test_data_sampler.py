@@ -77,7 +77,7 @@ def test_permutation_does_not_change_between_versions() -> None:
     # A changed permutation would make resumed runs see other samples.
     assert permutation(8, 0) == [7, 5, 1, 2, 6, 3, 4, 0]
     sampler = Sampler(num_samples=5, global_batch_size=7, seed=3)
-    assert sampler.global_indices(2).tolist() == [3, 3, 2, 4, 1, 0, 0]
+    assert sampler.share(2, 0, 1).tolist() == [3, 3, 2, 4, 1, 0, 0]
 
 
 def test_mixed_seeds_depend_on_parts_and_order() -> None:
@@ -99,7 +99,7 @@ def test_every_epoch_visits_each_sample_once(
         num_samples=num_samples, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
     )
     num_steps = -(-3 * num_samples // global_batch_size)
-    stream = np.concatenate([sampler.global_indices(step) for step in range(num_steps)])
+    stream = np.concatenate([sampler.share(step, 0, 1) for step in range(num_steps)])
     for epoch in range(3):
         visited = stream[epoch * num_samples : (epoch + 1) * num_samples]
         assert sorted(visited.tolist()) == list(range(num_samples))
@@ -107,17 +107,17 @@ def test_every_epoch_visits_each_sample_once(
 
 def test_epochs_have_different_orders() -> None:
     sampler = Sampler(num_samples=50, global_batch_size=50)
-    assert sampler.global_indices(0).tolist() != sampler.global_indices(1).tolist()
+    assert sampler.share(0, 0, 1).tolist() != sampler.share(1, 0, 1).tolist()
 
 
 def test_without_shuffle_samples_come_in_order_and_wrap_around() -> None:
     sampler = Sampler(num_samples=5, global_batch_size=4, shuffle=False)
-    assert sampler.global_indices(0).tolist() == [0, 1, 2, 3]
-    assert sampler.global_indices(1).tolist() == [4, 0, 1, 2]
+    assert sampler.share(0, 0, 1).tolist() == [0, 1, 2, 3]
+    assert sampler.share(1, 0, 1).tolist() == [4, 0, 1, 2]
 
 
 def test_a_batch_larger_than_the_data_set_is_fine() -> None:
-    indices = Sampler(num_samples=3, global_batch_size=9).global_indices(0)
+    indices = Sampler(num_samples=3, global_batch_size=9).share(0, 0, 1)
     assert indices.dtype == np.int64
     assert np.bincount(indices).tolist() == [3, 3, 3]
 
@@ -125,7 +125,7 @@ def test_a_batch_larger_than_the_data_set_is_fine() -> None:
 def test_every_factorization_sees_the_same_global_batches() -> None:
     sampler = Sampler(num_samples=37, global_batch_size=24, seed=9)
     for step in (0, 1, 5):
-        whole = sampler.global_indices(step).tolist()
+        whole = sampler.share(step, 0, 1).tolist()
         for num_shares in (1, 2, 3, 4, 6, 8, 12, 24):
             shares = [sampler.share(step, index, num_shares) for index in range(num_shares)]
             assert np.concatenate(shares).tolist() == whole

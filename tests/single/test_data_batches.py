@@ -58,7 +58,7 @@ def test_batches_hold_the_samples_of_the_sampler() -> None:
     batches = batches_of(Numbered())
     inputs, targets = batches.at(3)
     sampler = Sampler(num_samples=NUM_SAMPLES, global_batch_size=4, seed=5)
-    assert targets.tolist() == sampler.global_indices(3).tolist()
+    assert targets.tolist() == sampler.share(3, 0, 1).tolist()
     assert targets.dtype == torch.int64
     assert inputs.shape == (4, 3)
     assert torch.equal(inputs[:, 0], targets.float())

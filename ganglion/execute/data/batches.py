@@ -22,10 +22,10 @@ from ganglion.execute.data.sampler import Sampler
 
 
 class Batches:
-    """Batches of one share, without end; a batch depends on its step and nothing else.
+    """Endless batches of one share; a batch depends on its step only.
 
     Every iterator begins at `first_step` and reads one batch ahead in a thread of its own. The
-    thread ends when the iterator is dropped, fails or meets `close()`.
+    thread ends when the iterator is dropped, fails or is closed.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Batches:
                 f"the sampler is made for {sampler.num_samples} samples, but the data set has "
                 f"{len(dataset)}: make it with num_samples={len(dataset)}"
             )
-        # Asked for once so that a batch that cannot be dealt out is refused here.
+        # Refuses a batch that cannot be shared evenly.
         sampler.share(first_step, share_index, num_shares)
         self._dataset = dataset
         self._sampler = sampler
@@ -81,14 +81,14 @@ class Batches:
 
 
 def read_batch(dataset: MapDataset, indices: Sequence[int]) -> Sample:
-    """Return some samples stacked; refuse those of different shapes by name."""
+    """Return some samples stacked; refuse samples of different shapes."""
     inputs, targets = zip(*(read_sample(dataset, i) for i in indices), strict=True)
     names = [_name_of(dataset, index) for index in indices]
     return _stack(inputs, names, "input"), _stack(targets, names, "target")
 
 
 def read_sample(dataset: MapDataset, index: int) -> Sample:
-    """Return a sample as a pair of tensors; refuse what is no pair."""
+    """Return a sample as a pair of tensors; refuse any other."""
     sample, name = dataset[index], _name_of(dataset, index)
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         size = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
@@ -100,7 +100,7 @@ def read_sample(dataset: MapDataset, index: int) -> Sample:
 
 
 def _name_of(dataset: MapDataset, index: int) -> str:
-    """Name a sample by its index in the user's own data set, before training's split."""
+    """Return the name of a sample, by its index in the user's data set before the split."""
     number = dataset.origin(index) if isinstance(dataset, Subset) else index
     return f"sample {number} of data.source"
 

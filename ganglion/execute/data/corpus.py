@@ -1,6 +1,6 @@
-"""The corpus: which files a text source means, and their contents as documents.
+"""The files of a text source, and their contents as documents.
 
-The default source is always at hand: the standard library of the Python that runs.
+The default source is the standard library of the running Python.
 """
 
 from __future__ import annotations

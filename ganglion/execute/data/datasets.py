@@ -1,6 +1,6 @@
 """Data sets: map-style, each sample a pair of tensors (input, target) that depends on its index.
 
-Nothing here keeps a position or a random state: any process and any thread may ask for any sample.
+Data sets keep no position or random state: any process and thread may read any sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Sample = tuple[Tensor, Tensor]
 
 
 class MapDataset(Protocol):
-    """What a data set must offer: a length, and (input, target) at any index below it."""
+    """A data set with a length, and (input, target) at any index below it."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -53,7 +53,7 @@ class Subset(Dataset[Any]):
 
 
 class TokenWindows(Dataset[Sample]):
-    """Consecutive windows of a stream of ids; the target is the window moved on by one id."""
+    """Consecutive windows of a stream of ids; the target is the window shifted by one id."""
 
     def __init__(self, tokens: npt.NDArray[Any], seq_len: int) -> None:
         if len(tokens) < seq_len + 1:
@@ -76,7 +76,7 @@ class TokenWindows(Dataset[Sample]):
 
 
 class SyntheticTokens(Dataset[Sample]):
-    """Endless text without a corpus: each id tells the next one, except for one in ten.
+    """Text without a corpus: each id determines the next one, except for one in ten.
 
     next = (multiplier * id + increment) mod vocab_size, so the entropy a model can reach is known.
     """

@@ -42,7 +42,7 @@ def read_idx(path: Path) -> npt.NDArray[Any]:
 
 
 def find_idx_folder(source: str) -> Path:
-    """Return the folder that a `data.source` of images means."""
+    """Return the folder of a `data.source` of images."""
     if source == FASHION_MNIST:
         if not FASHION_MNIST_FOLDER.is_dir():
             raise DataError(

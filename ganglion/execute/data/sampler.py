@@ -1,7 +1,7 @@
-"""The sampler: which samples a step sees, computed from the seed and the step alone.
+"""The samples of each step, computed from the seed and the step alone.
 
-Nothing is stored and nothing advances, so a run resumes at any step without replaying the steps
-before it, and every layout of one global batch size sees the same global batches:
+There is no state, so a run resumes at any step without replaying earlier ones, and every layout of
+one global batch size gets the same global batches:
 
     sample number   k = step * global_batch_size + i
     epoch           k // num_samples      (a batch may cross epochs)
@@ -35,7 +35,7 @@ _SPLIT_SALT = 0x68656C642D6F7574
 
 
 def permute(index: int, size: int, seed: int) -> int:
-    """Return where `index` lands in the permutation of `range(size)` that `seed` names."""
+    """Return the image of `index` in the permutation of `range(size)` given by `seed`."""
     return int(permute_array(np.array([index], dtype=np.int64), size, seed)[0])
 
 
@@ -75,7 +75,7 @@ def _feistel(values: _Words, half_bits: int, keys: _Words) -> _Words:
 
 
 def _scramble(words: _Words) -> _Words:
-    """Return the finalizer of SplitMix64: one-to-one, and every input bit moves every output."""
+    """Return the finalizer of SplitMix64: one-to-one, each input bit affects all output bits."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -102,13 +102,8 @@ class Sampler:
                 f"train.global_batch_size is {self.global_batch_size}; it must be at least 1"
             )
 
-    def global_indices(self, step: int) -> Indices:
-        """Return the samples of one step over all ranks, in order."""
-        first = step * self.global_batch_size
-        return self._numbered(first, first + self.global_batch_size)
-
     def share(self, step: int, share_index: int, num_shares: int) -> Indices:
-        """Return the contiguous part of a step's samples that one (data, z) coordinate sees."""
+        """Return the contiguous part of a step's samples for one (data, z) coordinate."""
         size = self.share_size(num_shares)
         if not 0 <= share_index < num_shares:
             raise LayoutError(f"share {share_index} is outside 0..{num_shares - 1}")
@@ -155,5 +150,5 @@ def split_indices(num_samples: int, fraction: float, seed: int) -> tuple[Indices
 
 
 def share_index(coordinates: Coordinates, mesh: Mesh) -> int:
-    """Return which share of a global batch a rank sees: data-major over (data, z)."""
+    """Return the share of a global batch that a rank gets: data-major over (data, z)."""
     return coordinates.data * mesh.z + coordinates.z

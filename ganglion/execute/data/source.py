@@ -1,4 +1,4 @@
-"""The data source: what a run file's [data] section opens, ready to train and evaluate on."""
+"""The data of a run file's [data] section, split for training and evaluation."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NUM_SYNTHETIC_SAMPLES = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Samples to train on, samples held out, and what a model must know about them.
+    """Samples to train on, samples held out, and their sizes for a model.
 
-    num_classes: token ids or classes; 0 if the data set does not say.
+    num_classes: token ids or classes; 0 if unknown.
     input_shape: of one sample's input, without a batch dim.
     tokens_per_sample: the sequence length for tokens, 1 for everything else.
     """
@@ -64,7 +64,7 @@ def open_text(
 
 
 def open_synthetic(seq_len: int, vocab_size: int, val_fraction: float, seed: int) -> DataSource:
-    """Open tokens that follow a noisy rule; they cost nothing to get and can be learnt."""
+    """Open generated tokens that follow a noisy rule, which can be learnt."""
     dataset = SyntheticTokens(NUM_SYNTHETIC_SAMPLES, seq_len, vocab_size, seed)
     train, held_out = _split(dataset, val_fraction, seed)
     return DataSource(
@@ -102,7 +102,7 @@ def open_images(source: str, val_fraction: float, seed: int) -> DataSource:
 
 
 def open_dataset(dataset: MapDataset, val_fraction: float, seed: int) -> DataSource:
-    """Open any map-style data set; its attribute `num_classes`, if it has one, is taken over."""
+    """Open any map-style data set, with its attribute `num_classes` if it has one."""
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise DataError(

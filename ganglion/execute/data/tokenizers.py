@@ -1,6 +1,6 @@
-"""Tokenizers: bytes of text to token ids and back, and the file that keeps one.
+"""Tokenizers: bytes of text to token ids and back, and their file.
 
-`bytes` needs nothing: the ids are the bytes. `bpe` is a byte-level BPE of the `tokenizers` package,
+For `bytes` the ids are the bytes. `bpe` is a byte-level BPE of the `tokenizers` package,
 trained on the corpus; it works on Unicode, so bytes that are not UTF-8 become U+FFFD.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as InnerTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
-# The package keeps over 100 bytes for each token of one call, so long texts go in by pieces.
+# The package keeps over 100 bytes for each token of one call, so long texts are cut.
 _PIECE_CHARS = 1 << 20
 # U+FFFD as byte-level BPE spells its three UTF-8 bytes.
 _REPLACEMENT = "\u00ef\u00bf\u00bd"
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         """Return the ids of a text."""
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """Return the text of ids; what is not valid text or not an id shows as U+FFFD."""
+        """Return the text of ids; invalid text and unknown ids become U+FFFD."""
 
     def to_json(self) -> str:
         """Return JSON that `tokenizer_from_json` reads back."""
@@ -67,7 +67,7 @@ class ByteTokenizer:
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """Return the kind; there is nothing else to keep."""
+        """Return the kind."""
         return json.dumps({"kind": self.name})
 
 
@@ -198,7 +198,7 @@ def _pieces(text: bytes) -> Iterator[str]:
 
 @contextmanager
 def partial_file(folder: Path) -> Iterator[Path]:
-    """Give an unused hidden name in `folder`; what was not renamed is removed at the end."""
+    """Yield an unused hidden path in `folder`; remove the file at the end if not renamed."""
     path = folder / f".partial-{uuid.uuid4().hex}"
     try:
         yield path

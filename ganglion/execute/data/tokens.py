@@ -4,9 +4,8 @@
                     DIGEST.tokens     the ids, nothing else
 
 KEY is a hash of everything the ids depend on, with the contents of the files; DIGEST is a hash of
-the ids. The record is renamed into place after the ids, so processes that prepare the same
-corpus at once need no lock: whichever record comes last names ids that are complete and belong to
-its tokenizer.
+the ids. The record is renamed into place after the ids, so processes that prepare the same corpus
+at once need no lock: the last record names complete ids of its own tokenizer.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class TokenFile:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the tokenizer has."""
+        """The number of ids of the tokenizer."""
         return self.tokenizer.vocab_size
 
     def open(self) -> np.memmap[Any, np.dtype[Any]]:
@@ -64,7 +63,7 @@ class _Document:
     digest: str
 
     def read(self) -> bytes:
-        """Return the contents; refuse a file that is no longer what the key stands for."""
+        """Return the contents; refuse a file that changed after the key was made."""
         (text,) = read_documents([self.path])
         if hashlib.sha256(text).hexdigest() != self.digest:
             raise DataError(
@@ -77,7 +76,7 @@ class _Document:
 def prepare_tokens(
     source: str, tokenizer_kind: str, bpe_vocab_size: int, cache_dir: Path
 ) -> TokenFile:
-    """Return the token file of a source, from the cache if it is there and whole."""
+    """Return the token file of a source, from the cache if it is complete there."""
     if tokenizer_kind not in (ByteTokenizer.name, BpeTokenizer.name):
         raise DataError(f'data.tokenizer = "{tokenizer_kind}" is not one of "bytes", "bpe"')
     vocab_size = bpe_vocab_size if tokenizer_kind == BpeTokenizer.name else 256
@@ -97,7 +96,7 @@ def prepare_tokens(
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the smallest unsigned type that holds every id, with its byte order."""
+    """Return the smallest unsigned dtype for all ids, with its byte order."""
     if vocab_size <= 1 << 8:
         return "|u1"
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
@@ -169,7 +168,7 @@ def _encoded(
 
 
 def _write_ids(parts: Iterator[npt.NDArray[Any]], folder: Path) -> tuple[Path, int]:
-    """Write ids to a file named after them; return it and how many there are."""
+    """Write ids to a file named by their digest; return it and their number."""
     digest = hashlib.sha256()
     num_tokens = 0
     with partial_file(folder) as partial:

@@ -1,4 +1,8 @@
-"""Models: ordinary single-device modules in ordered blocks, their losses and text generation."""
+"""Models: ordinary single-device modules in ordered blocks, their losses and text generation.
+
+Nothing here knows of ranks, except for the cuts by which known models may be split, and the memory
+that a rank gives to its part of a model on the meta device.
+"""
 
 from ganglion.execute.models.blocks import (
     BlockModel,

@@ -2,8 +2,8 @@
 
     tokens -> [embedding] -> [layers.0.attention] -> [layers.0.mlp] -> ... -> [head] -> logits
 
-Each block takes one tensor and returns one; the blocks run one after another ARE the model. A
-parameter's name is its block's name, a dot and its name inside the block, whichever rank holds it.
+Each block takes one tensor and returns one; the blocks in order are the model. A parameter's name
+is its block's name, a dot and its name inside the block, on any rank.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from ganglion.decide.topology import Box
 from ganglion.errors import ConfigError
 from ganglion.execute.models.initial import Initial, InitialWeights
 
-# What a user may give: an ordered sequence, the same with names, or a module that lists its blocks.
+# An ordered sequence, the same with names, or a module that lists its blocks.
 Blocks = Sequence[nn.Module] | Mapping[str, nn.Module] | nn.Module
 
 
@@ -30,14 +31,14 @@ class BlockModel(nn.Module, ABC):
         """Return the blocks in order, each under its qualified name inside this model."""
 
     def initial_values(self) -> Mapping[str, Initial]:
-        """Return what each parameter begins with, by its serial name; a shared one once."""
+        """Return the initial value of each parameter by its serial name; a shared one once."""
         raise ConfigError(
             f"a {type(self).__name__} does not tell its initial values: give the class a method "
             f"`initial_values()`, or build it with its weights"
         )
 
     def initialize(self, seed: int) -> None:
-        """Give every parameter its initial value; on the meta device there is nothing to do."""
+        """Give every parameter its initial value, except on the meta device."""
         initial = InitialWeights(self.initial_values(), seed)
         for name, parameter in named_parameters(self.blocks()).items():
             if not parameter.is_meta:
@@ -52,7 +53,7 @@ class BlockModel(nn.Module, ABC):
 
 
 def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
-    """Return the ordered blocks by name, or refuse what cannot be cut into blocks.
+    """Return the ordered blocks by name; refuse a model that cannot be cut into blocks.
 
     A mapping keeps its names; a list, tuple or nn.Sequential is numbered "0", "1", ... (give
     `dict(model.named_children())` to keep the names of a Sequential); any other module must have
@@ -60,7 +61,15 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
     """
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.Sequential):
         return _blocks_of_module(blocks)
-    named = _numbered_or_named(blocks)
+    if isinstance(blocks, Mapping):
+        named = dict(blocks)
+    elif isinstance(blocks, Sequence | nn.Sequential):
+        named = {str(index): block for index, block in enumerate(blocks)}
+    else:
+        raise ConfigError(
+            f"the model was given as {type(blocks).__name__}; pass a list of modules that run one "
+            f"after another"
+        )
     if not named:
         raise ConfigError("the model has 0 blocks; pass a list with at least one module")
     for name, block in named.items():
@@ -83,7 +92,7 @@ def named_buffers(blocks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return every persistent buffer once, under its first qualified name.
 
     Buffers registered with persistent=False are left out, as in a state dict: a module makes them
-    again from its own arguments, so they are neither saved nor copied between replicas.
+    from its own arguments, so they are neither saved nor copied between replicas.
     """
     first: dict[int, str] = {}
     return {
@@ -94,7 +103,7 @@ def named_buffers(blocks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def tied_names(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return, for each later name of a shared parameter, the first name it goes by."""
+    """Return the first name of a shared parameter for each of its later names."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in _all_parameters(blocks):
@@ -108,14 +117,9 @@ def _all_parameters(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.P
         yield from block.named_parameters(prefix=block_name, remove_duplicate=False)
 
 
-def _all_buffers(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    for block_name, block in blocks.items():
-        yield from block.named_buffers(prefix=block_name, remove_duplicate=False)
-
-
 def _persistent_buffers(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for block_name, block in blocks.items():
-        # Each module knows which of its own buffers are not saved; no public method tells.
+        # Only a private attribute of each module lists its buffers that are not saved.
         for path, module in block.named_modules(prefix=block_name, remove_duplicate=False):
             for name, buffer in module.named_buffers(prefix=path, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -124,7 +128,7 @@ def _persistent_buffers(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, 
 
 def _blocks_of_module(model: nn.Module) -> dict[str, nn.Module]:
     method = getattr(model, "blocks", None)
-    # A child module named `blocks`, common in vision models, is callable too but lists nothing.
+    # A child module named `blocks`, common in vision models, is callable too.
     if not callable(method) or isinstance(method, nn.Module):
         raise ConfigError(
             f"a {type(model).__name__} is one whole module, and its order of execution cannot be "
@@ -143,17 +147,6 @@ def _blocks_of_module(model: nn.Module) -> dict[str, nn.Module]:
     return named
 
 
-def _numbered_or_named(blocks: Blocks) -> dict[str, nn.Module]:
-    if isinstance(blocks, Mapping):
-        return dict(blocks)
-    if isinstance(blocks, Sequence | nn.Sequential):
-        return {str(index): block for index, block in enumerate(blocks)}
-    raise ConfigError(
-        f"the model was given as {type(blocks).__name__}; pass a list of modules that run one "
-        f"after another"
-    )
-
-
 def _check_block(name: str, block: object) -> None:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"block name {name!r} is not a name; use a string that is not empty")
@@ -165,9 +158,13 @@ def _check_block(name: str, block: object) -> None:
 
 
 def _check_unique_names(blocks: Mapping[str, nn.Module]) -> None:
-    # Distinct block names can still meet: "a" with child "b", and a block named "a.b".
+    # Distinct blocks may share a name: "a" with child "b", and a block named "a.b".
     seen: set[str] = set()
-    for name, _ in (*_all_parameters(blocks), *_all_buffers(blocks)):
+    buffers = (
+        block.named_buffers(prefix=block_name, remove_duplicate=False)
+        for block_name, block in blocks.items()
+    )
+    for name, _ in chain(_all_parameters(blocks), *buffers):
         if name in seen:
             raise ConfigError(
                 f"two tensors of different blocks are both named {name!r}; rename one of the "

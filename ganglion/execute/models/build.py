@@ -1,4 +1,4 @@
-"""Build: from a shape or from the user's own function to a model in blocks."""
+"""Build a model in blocks from a shape, or with the user's own function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_model(shape: ModelShape) -> BlockModel:
 def outline_model(shape: ModelShape) -> tuple[BlockModel, InitialWeights]:
     """Return a built-in model on the meta device, without memory, and its initial weights.
 
-    They are those that `build_model` would have drawn in its place.
+    The weights are those that `build_model` would have drawn.
     """
     seed = drawn_seed()
     with torch.device("meta"):
@@ -65,7 +65,7 @@ def _check_arguments(
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # some C functions have no signature to check: calling them tells
+        return  # some C functions have no signature
     try:
         signature.bind(**args)
     except TypeError as error:

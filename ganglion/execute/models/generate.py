@@ -1,4 +1,4 @@
-"""Generate: continue a prompt token by token, each drawn from the model's own prediction."""
+"""Continue a prompt token by token, each drawn from the model's prediction."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def generate(
 ) -> Tensor:
     """Return the prompt (1, tokens) followed by `num_tokens` new ones.
 
-    `model` gives logits for tokens: a module, or `run.outputs` of a model on several ranks. It
-    sees the newest `seq_len` tokens. Temperature 0 takes the likeliest token; `top_k` above 0
-    draws from that many likeliest ones only.
+    `model` maps tokens to logits: a module, or `run.outputs` of a model on several ranks. It gets
+    the newest `seq_len` tokens. Temperature 0 takes the likeliest token; `top_k` above 0 draws from
+    that many likeliest ones only.
     """
     _check_arguments(prompt, num_tokens, seq_len, temperature, top_k)
     tokens = prompt
@@ -46,7 +46,7 @@ def _pick(
     if 0 < top_k < logits.shape[-1]:
         chosen, ids = logits.topk(top_k, dim=-1)
         return ids.gather(-1, _pick(chosen, temperature, 0, generator))
-    # Largest logit at 0 first: dividing by a tiny temperature must not overflow.
+    # The largest logit becomes 0, so that a tiny temperature does not overflow.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return torch.multinomial(scaled.softmax(dim=-1), num_samples=1, generator=generator)
 

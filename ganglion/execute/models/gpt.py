@@ -36,7 +36,7 @@ def check_length(num_tokens: int, seq_len: int) -> None:
 class Rotary:
     """Rotary position code (RoFormer, 2104.09864): pair i of position p turns by p * base^(-2i/d).
 
-    The table is a cache, not a buffer: it is neither saved, nor sent to other ranks, nor rounded
+    The table is a cache, not a buffer: it is not saved, not sent to other ranks, and not rounded
     when a model is cast to bf16.
     """
 
@@ -60,8 +60,8 @@ class Rotary:
         return torch.view_as_real(turned).flatten(-2).to(heads.dtype)
 
     def _make_table(self, device: torch.device) -> Tensor:
-        # fp64 keeps far positions exact. A table born in inference mode could not be saved for
-        # backward later on.
+        # fp64 keeps far positions exact. A table made in inference mode could not be saved for
+        # backward.
         with torch.inference_mode(False), torch.no_grad():
             pair = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu")
             position = torch.arange(self.seq_len, dtype=torch.float64, device="cpu")
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.rotary = Rotary(shape.head_size, shape.seq_len) if uses_rotary else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Let every token look at itself and the tokens before it."""
+        """Return x plus causal attention."""
         batch, tokens, _ = x.shape
         qkv: Tensor = self.qkv(self.norm(x))
         groups = qkv.view(batch, tokens, -1, self.heads_per_group + 2, self.head_size)
@@ -143,7 +143,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """The two blocks of a layer; it only holds them, so that their names nest."""
+    """The two blocks of a layer, held here so that their names nest."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class GPT(BlockModel):
         return named
 
     def initial_values(self) -> dict[str, Initial]:
-        """Draw weights as GPT-2 does: the sum of all residual additions keeps a depth-free size."""
+        """Return GPT-2's initial values: the sum of residual additions does not grow with depth."""
         residual = Normal(INIT_STD / math.sqrt(2 * self.shape.num_layers))
         values: dict[str, Initial] = {}
         for name in named_parameters(self.blocks()):

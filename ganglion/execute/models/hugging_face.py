@@ -2,11 +2,11 @@
 
     ids -> [embedding] -> [layers.0.attention] -> [layers.0.mlp] -> ... -> [head] -> logits
 
-The blocks hold the modules of the model itself, so training them trains the model. What the model
-computes once and hands to every layer, causal mask and rotary code, depends on the length of the
-sequence alone: each attention block makes its own, and one tensor is all that crosses a cut. A
-parameter's name ends as it does in the model: `layers.0.mlp.mlp.c_fc.weight` is GPT-2's
-`transformer.h.0.mlp.c_fc.weight`; `hugging_face_names` lists them all.
+The blocks hold the modules of the model itself, so training them trains the model. Causal mask and
+rotary code, which the model computes once for all layers, depend on the sequence length only: each
+attention block makes its own, so one tensor crosses a cut. A parameter's name ends as in the model:
+`layers.0.mlp.mlp.c_fc.weight` is GPT-2's `transformer.h.0.mlp.c_fc.weight`; `hugging_face_names`
+lists them all.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class HuggingFaceConfig(Protocol):
 
 
 def build(model_type: str, **settings: str | int | float | bool) -> dict[str, nn.Module]:
-    """Build blocks with random weights from the settings of a configuration; nothing is loaded.
+    """Build blocks with random weights from the settings of a configuration.
 
-    Made for run files: `model.build = "ganglion.execute.models.hugging_face:build"` with
+    For run files: `model.build = "ganglion.execute.models.hugging_face:build"` with
     `model.args = { model_type = "gpt2", vocab_size = 256, n_layer = 4, ... }`. The setting
     `attn_implementation` is "sdpa" or "eager".
     """
@@ -53,7 +53,7 @@ def build(model_type: str, **settings: str | int | float | bool) -> dict[str, nn
     no_special_ids: dict[str, object] = {"bos_token_id": None, "eos_token_id": None}
     try:
         model = getattr(package, family.model_name)(config_class(**no_special_ids | settings))
-    except Exception as error:  # values are checked in many places, each with errors of its own
+    except Exception as error:  # transformers raises errors of many types
         raise ConfigError(
             f"{family.model_name} cannot be built from model.args {settings}: "
             f"{' '.join(str(error).split())}; change model.args to values that fit"
@@ -85,7 +85,7 @@ def hugging_face_blocks(model_or_config: nn.Module | HuggingFaceConfig) -> dict[
 
 
 def hugging_face_names(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return, for every name of a parameter in the blocks, its name in the Hugging Face model.
+    """Return the name in the Hugging Face model for every name of a parameter in the blocks.
 
     A tied parameter is listed under each of its names, as in the model's own state dict.
     """
@@ -105,10 +105,10 @@ def hugging_face_names(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
 def hugging_face_state_dict(
     blocks: Mapping[str, nn.Module], tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return the weights under the model's own names, fit for its `load_state_dict`.
+    """Return the weights under the model's own names, for its `load_state_dict`.
 
     `tensors` are weights by their names in the blocks, such as `run.model_tensors()` or those of a
-    checkpoint; without them, the weights are those that the blocks hold.
+    checkpoint; the default is the weights of the blocks.
     """
     found = {**named_parameters(blocks), **named_buffers(blocks)} if tensors is None else tensors
     tied = tied_names(blocks)
@@ -125,7 +125,7 @@ def hugging_face_state_dict(
 
 
 class HuggingFaceBlock(nn.Module):
-    """Base of the blocks: some modules of a model, each under the last word of its name there."""
+    """Base of the blocks: modules of a model, each under the last part of its name there."""
 
     def __init__(self, model: nn.Module, *names: str) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class GPT2Embedding(HuggingFaceBlock):
     drop: nn.Module
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Refuse what is longer than the position table, else look up and add."""
+        """Look up and add; refuse a sequence longer than the position table."""
         num_tokens, limit = ids.shape[1], self.wpe.num_embeddings
         if num_tokens > limit:
             raise LayoutError(
@@ -160,7 +160,7 @@ class GPT2Attention(HuggingFaceBlock):
     attn: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Let every token look at itself and the tokens before it."""
+        """Return x plus causal attention."""
         mask = _causal_mask(x, self.attn.config)
         change: Tensor = self.attn(self.ln_1(x), attention_mask=mask)[0]
         return x + change
@@ -209,12 +209,12 @@ class LlamaAttention(HuggingFaceBlock):
 
     def __init__(self, model: nn.Module, *names: str) -> None:
         super().__init__(model, *names)
-        # Its own: some rotary codes remember the longest sequence they met, and the blocks of a
-        # pipeline meet sequences at different times.
+        # A copy: some rotary codes remember the longest sequence so far, and the blocks of a
+        # pipeline get sequences at different times.
         self.rotary_emb = copy.deepcopy(model.get_submodule("model.rotary_emb"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Let every token look at itself and the tokens before it."""
+        """Return x plus causal attention."""
         change: Tensor = self.self_attn(
             self.input_layernorm(x),
             position_embeddings=self.rotary_emb(x, _positions(x)),
@@ -252,7 +252,7 @@ def _positions(x: Tensor) -> Tensor:
 
 
 def _causal_mask(x: Tensor, config: Any) -> Tensor | None:
-    """Return what to add to the scores: nothing for sdpa, which is told to be causal by a flag."""
+    """Return the mask to add to the scores; None for sdpa, which is causal by a flag."""
     if config._attn_implementation != "eager":
         return None
     num_tokens = x.shape[1]
@@ -326,7 +326,7 @@ def _family(model_type: str) -> Family:
 
 
 def _check_settings(config_class: Any, family: Family, settings: Mapping[str, object]) -> None:
-    """Refuse what a configuration would store and nobody would read."""
+    """Refuse settings that a configuration would store and training would ignore."""
     listed = {*config_class().to_dict(), *config_class.attribute_map, *family.more_settings}
     known = (listed | {"attn_implementation"}).difference(_WITHOUT_EFFECT)
     for name in settings:

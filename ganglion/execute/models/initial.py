@@ -1,8 +1,8 @@
 """Initial weights by shard: element i of a parameter is a function of (seed, name, i) alone.
 
-Philox (Salmon et al., SC 2011) makes random bits of a key and a counter, so any element can be
-drawn by itself. Here the key is seed and name, the counter the element's place in the whole
-parameter. A rank draws its piece and nothing else, and all layouts begin with the same weights:
+Philox (Salmon et al., SC 2011) makes random bits from a key and a counter, so any element can be
+drawn by itself. The key is seed and name, the counter the element's index in the whole parameter. A
+rank draws only its piece, and all layouts begin with the same weights:
 
     whole    0  1  2  3 |  4  5  6  7       the right half of the columns is two runs of counters,
              8  9 10 11 | 12 13 14 15       4..7 and 12..15
@@ -26,10 +26,10 @@ from ganglion.errors import ConfigError
 
 _Words = npt.NDArray[np.uint64]
 _Numbers = npt.NDArray[np.float64]
-_Run = tuple[int, Tensor]  # the place of its first element in the whole; its part of the piece
+_Run = tuple[int, Tensor]  # index of its first element in the whole; its part of the piece
 
 _WORDS_PER_COUNTER = 4
-_MAX_DRAWN = 1 << 14  # at a time: what is drawn stays in the cache until it is in its place
+_MAX_DRAWN = 1 << 14  # at a time, so that numbers stay in the cache until they are copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Equally likely numbers from -bound to bound."""
+    """Uniform numbers from -bound to bound."""
 
     bound: float
 
@@ -58,13 +58,13 @@ Initial = Normal | Uniform | Constant
 
 @dataclass(frozen=True, slots=True)
 class InitialWeights:
-    """What every tensor of a model begins with, by its serial name, and the seed to draw it."""
+    """The initial value of every tensor of a model by its serial name, and the seed."""
 
     values: Mapping[str, Initial]
     seed: int
 
     def fill(self, piece: Tensor, name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> None:
-        """Fill a piece of the tensor `name`, which is whole of `shape`."""
+        """Fill a piece of the tensor `name`, whose whole has `shape`."""
         if name not in self.values:
             raise ConfigError(
                 f"no initial value is known for {name!r}, one of the model's tensors: add it to "
@@ -74,7 +74,7 @@ class InitialWeights:
 
 
 def drawn_seed() -> int:
-    """Return a seed from torch's own generator, so that torch.manual_seed decides on it."""
+    """Return a seed from torch's generator, set by torch.manual_seed."""
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
@@ -116,15 +116,15 @@ def _runs(piece: Tensor, shape: tuple[int, ...], box: Box) -> Iterator[_Run]:
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for index in product(*map(range, box.size[: _run_dim(shape, box.size)])):
         inner = (0,) * (len(shape) - len(index))
-        place = map(sum, zip(box.start, (*index, *inner), strict=True))
-        first = sum(at * stride for at, stride in zip(place, strides, strict=True))
-        run = inside[index].view(-1)  # a view or an error: a copy would be filled in vain
+        start = map(sum, zip(box.start, (*index, *inner), strict=True))
+        first = sum(at * stride for at, stride in zip(start, strides, strict=True))
+        run = inside[index].view(-1)  # a view or an error, never a copy
         for begin in range(0, run.numel(), _MAX_DRAWN):
             yield first + begin, run[begin : begin + _MAX_DRAWN]
 
 
 def _batches(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
-    """Put short runs together: there may be one for each row of a matrix."""
+    """Group short runs: there may be one for each row of a matrix."""
     batch: list[_Run] = []
     num_drawn = 0
     for run in runs:
@@ -150,7 +150,7 @@ def _numbers(initial: Normal | Uniform, words: _Words) -> _Numbers:
     if isinstance(initial, Uniform):
         even: _Numbers = (words >> np.uint64(11)) * np.float64(2.0**-52) - 1.0
         return initial.bound * even
-    # Box and Muller 1958: a radius from the upper half, never of log(0), an angle from the lower.
+    # Box and Muller 1958: radius from the upper half, without log(0), angle from the lower.
     upper = ((words >> np.uint64(32)) + np.uint64(1)) * 2.0**-32
     angle = (words & np.uint64(0xFFFFFFFF)) * (2.0 * math.pi * 2.0**-32)
     normal: _Numbers = np.sqrt(-2.0 * np.log(upper)) * np.cos(angle)

@@ -1,4 +1,4 @@
-"""Losses: from an output and its target to one number, averaged over all positions.
+"""Losses of an output and its target, averaged over all positions.
 
 Computed in fp32 at least: bf16 outputs are widened first, doubles stay doubles.
 """

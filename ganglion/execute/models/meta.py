@@ -1,7 +1,7 @@
 """Models on the meta device: shapes without memory, until a rank gives memory to what it holds.
 
-Blocks are split and dealt out to stages while they weigh nothing. Then each rank makes real what is
-left to it, and fills it: neither a whole matrix nor another stage ever exists here.
+Blocks are split and assigned to stages without memory. Then each rank allocates and fills its own
+part: it never holds a whole matrix or another stage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ganglion.execute.models.initial import InitialWeights
 
 
 def check_memory(blocks: Mapping[str, nn.Module], initial: InitialWeights | None) -> None:
-    """Refuse blocks without memory that nobody fills, and blocks with memory that are filled."""
+    """Refuse blocks without memory or `initial` weights, and blocks with both."""
     for block_name, block in blocks.items():
         for name, tensor in chain(block.named_parameters(), block.named_buffers()):
             if tensor.is_meta and initial is None:
@@ -45,22 +45,24 @@ def make_real(
 ) -> None:
     """Give tensors memory on the device and this rank's piece of their initial values.
 
-    They go by their serial names and stay the same objects, so that whatever refers to one, a
-    layer or the tie of another block, sees it filled. A tensor without a placement is whole.
+    `tensors` go by serial names and stay the same objects, so that all layers and tied blocks that
+    refer to one see it filled. A tensor without a placement is whole.
     """
     for name, tensor in tensors.items():
         placement = placements.get(name) or Placement(shape=tuple(tensor.shape))
         piece = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         boxes = placement.boxes(world.mesh, world.coordinates)
         initial.fill(piece, name, placement.shape, boxes)
-        _exchange(tensor, piece)
+        _replace_value(tensor, piece)
 
 
 @contextmanager
 def lent_memory(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give a block on the meta device memory and ordinary numbers, to be timed, for a while."""
+    """Give a block on the meta device memory and ordinary values inside, for timing."""
     tensors = {id(t): t for t in chain(block.parameters(), block.buffers()) if t.is_meta}
-    lent = {key: _exchange(tensor, _ordinary(tensor, device)) for key, tensor in tensors.items()}
+    lent = {
+        key: _replace_value(tensor, _ordinary(tensor, device)) for key, tensor in tensors.items()
+    }
     try:
         yield
     finally:
@@ -68,8 +70,8 @@ def lent_memory(block: nn.Module, device: torch.device) -> Iterator[None]:
             _swap(tensors[key], meta)
 
 
-def _exchange(tensor: Tensor, value: Tensor) -> Tensor:
-    """Let a tensor, the object, have this value; return a tensor with what it had."""
+def _replace_value(tensor: Tensor, value: Tensor) -> Tensor:
+    """Give a tensor object this value; return a tensor with its old value."""
     other = value
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(value, requires_grad=tensor.requires_grad)
@@ -82,7 +84,7 @@ def _swap(one: Tensor, other: Tensor) -> None:
 
 
 def _ordinary(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return numbers with which nothing overflows or gets as small as to be slow."""
+    """Return values that do not overflow and do not become slow denormals."""
     value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if tensor.ndim < 2 or not tensor.is_floating_point():
         return value.fill_(1)

@@ -24,7 +24,7 @@ Activation = Callable[[Tensor], Tensor]
 MIN_IMAGE_SIZE = 12
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-# With the buffers of norms that keep running statistics.
+# With the buffers of running statistics.
 _OF_NORMS: Mapping[str, Initial] = {
     "weight": Constant(1.0),
     "bias": Constant(0.0),

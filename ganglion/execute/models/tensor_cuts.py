@@ -90,27 +90,20 @@ _HUGGING_FACE: CutTable = MappingProxyType(
 
 
 def tensor_cuts(blocks: Mapping[str, nn.Module]) -> ModelCuts:
-    """Return the cuts of a model in blocks; none if there is a block that is not known."""
-    for describe in (_transformer, hugging_face_cuts, _chain):
-        found = describe(blocks)
-        if found is not None:
-            return found
-    return ModelCuts({})
-
-
-def _transformer(blocks: Mapping[str, nn.Module]) -> ModelCuts | None:
-    return cuts_by_table(blocks, _TRANSFORMER, {Attention: _heads}, (Head,))
+    """Return the cuts of a model in blocks; none if a block is unknown."""
+    gpt = cuts_by_table(blocks, _TRANSFORMER, {Attention: _heads}, (Head,))
+    return gpt or hugging_face_cuts(blocks) or _chain(blocks) or ModelCuts({})
 
 
 def _heads(block: nn.Module) -> dict[str, Cut]:
-    """Whole groups of heads are dealt: features may divide where groups do not."""
+    """Split whole groups of heads: features may divide where groups do not."""
     attention = cast(Attention, block)
     num_groups = attention.out.in_features // (attention.heads_per_group * attention.head_size)
     return {"": WidthCut("x", counts=(("model.kv_heads", num_groups),))}
 
 
 def _chain(blocks: Mapping[str, nn.Module]) -> ModelCuts | None:
-    """Layers one after another: each takes its input as the one before left it."""
+    """Return the cuts of a chain of layers, each split along its input's axis."""
     names = [(name, _layer_of(block)) for name, block in blocks.items()]
     if any(layer is None for _, layer in names) or len(names) < 2:
         return None
@@ -137,8 +130,8 @@ def cuts_by_table(
 ) -> ModelCuts | None:
     """Return the cuts of blocks that are all in `table`, by their children's names; else None.
 
-    `heads` tells more of blocks with attention. Blocks give their features split over y, those of
-    `outputs` over x. A child that a block does without is left out.
+    `heads` has further cuts of blocks with attention. Blocks return features split over y, those of
+    `outputs` over x. Children that a block does not have are left out.
     """
     cuts: dict[str, Cut] = {}
     for name, block in blocks.items():
@@ -185,7 +178,7 @@ def _llama_heads(block: nn.Module) -> dict[str, Cut]:
 
 
 def _refusal(key: str, dropout: float) -> str:
-    """Say why heads cannot be dealt: the kernel draws one mask for all of them, out of reach."""
+    """Return why heads cannot be split: the kernel draws one mask for all of them."""
     if dropout == 0:
         return ""
     return (
