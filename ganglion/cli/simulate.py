@@ -13,15 +13,13 @@ from rich.table import Table
 
 from ganglion import trace
 from ganglion.cli.overrides import Overrides
-from ganglion.decide.config import AveragingSection, Override, resolve
+from ganglion.decide.config import AveragingSection, Override
 from ganglion.decide.costs import find_cluster
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict import (
     StepFigures,
     StepSetting,
-    check_processes,
-    decide_activations,
-    num_cluster_ranks,
+    planned_run,
     planned_times,
     predict_step,
     read_source,
@@ -50,12 +48,9 @@ def simulate_command(request: SimulateRequest, *, trace_file: Path | None, as_js
     """Simulate, print figures as a table or JSON, and write the trace if asked."""
     cluster = find_cluster(request.cluster)
     source = read_source(request.file, [Override(*pair) for pair in request.overrides])
-    if isinstance(source, Plan):
-        run, plan = None, check_processes(source, request.nproc, str(request.file))
-    else:
-        num_processes = request.nproc or num_cluster_ranks(source, cluster)
-        run, plan = source, decide_activations(source, resolve(source, num_processes))
-    times = planned_times(plan, cluster, run, str(request.file))
+    name = str(request.file)
+    run, plan = planned_run(source, cluster, request.nproc, name, fits_budget=False)
+    times = planned_times(plan, cluster, run, name)
     plan.require_built()
     setting = StepSetting(
         num_steps=request.steps,

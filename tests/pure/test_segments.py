@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.decide.costs import num_near_root, segments, written
+from ganglion.decide.costs.recompute import num_near_root, segments, written
 from ganglion.decide.plan import Plan
 
 

@@ -6,7 +6,6 @@ A cost follows from shapes, a plan and a cluster alone; run files and the clock 
 from ganglion.decide.costs.cluster import (
     Cluster,
     Link,
-    builtin_clusters,
     find_cluster,
     read_cluster,
 )
@@ -16,7 +15,6 @@ from ganglion.decide.costs.memory import (
     FP32,
     MIXED,
     TWO_MASTERS,
-    Formats,
     Memory,
     StateRules,
     arriving_copies,
@@ -31,7 +29,6 @@ from ganglion.decide.costs.recompute import (
     Choice,
     RankBlocks,
     choose_recomputed,
-    num_near_root,
     segments,
     written,
 )
@@ -68,7 +65,6 @@ __all__ = [
     "TWO_MASTERS",
     "Choice",
     "Cluster",
-    "Formats",
     "LayerTimes",
     "Link",
     "Matmul",
@@ -83,7 +79,6 @@ __all__ = [
     "activation_memory",
     "arriving_copies",
     "balanced_boundaries",
-    "builtin_clusters",
     "center_copies",
     "choose_recomputed",
     "find_cluster",
@@ -96,7 +91,6 @@ __all__ = [
     "link_between",
     "message_memory",
     "moved_to_tier",
-    "num_near_root",
     "read_cluster",
     "ring_sent",
     "rings_along",

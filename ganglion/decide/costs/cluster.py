@@ -212,9 +212,9 @@ class _Table:
             raise self.wrong(name, "it must be true or false")
         return value
 
-    def count(self, name: str) -> int:
-        value = self._values[name]
-        if type(value) is not int or value < 1:
+    def count(self, name: str) -> int | None:
+        value = self._values.get(name)
+        if value is not None and (type(value) is not int or value < 1):
             raise self.wrong(name, "it must be a whole number of 1 or more")
         return value
 
@@ -232,6 +232,9 @@ class _Table:
             raise self.wrong(name, "it must be more than 0")
         return value
 
+    def positive_or_none(self, name: str) -> float | None:
+        return self.positive(name) if self.has(name) else None
+
     def per_stage(self, name: str) -> PerStage:
         value = self._values.get(name)
         if not isinstance(value, list):
@@ -241,10 +244,8 @@ class _Table:
         return tuple(self._checked(name, item) for item in value)
 
     def wrong(self, name: str, complaint: str) -> ConfigError:
-        value = self._values[name]
-        return ConfigError(
-            f"{self.source}: {self._path(name)} = {value!r} cannot be used: {complaint}"
-        )
+        given = f"{self._path(name)} = {self._values[name]!r}"
+        return ConfigError(f"{self.source}: {given} cannot be used: {complaint}")
 
     def _checked(self, name: str, value: object) -> float:
         # TOML's true is Python's 1, and TOML can write inf and nan.
@@ -265,8 +266,8 @@ def _cluster(table: _Table) -> Cluster:
     cluster = Cluster(
         source=table.source,
         name=table.text("name", Path(table.source).stem),
-        num_nodes=table.count("num_nodes") if table.has("num_nodes") else None,
-        ranks_per_node=table.count("ranks_per_node") if table.has("ranks_per_node") else 1,
+        num_nodes=table.count("num_nodes"),
+        ranks_per_node=table.count("ranks_per_node") or 1,
         compute=_compute(table.table("compute")),
         intra=_link(links.table("intra")),
         inter=_link(links.table("inter")),
@@ -303,13 +304,12 @@ def _compute(table: _Table | None) -> Compute | None:
     efficiency = table.positive("efficiency")
     if efficiency > 1:
         raise table.wrong("efficiency", "it is a share of the peak, at most 1")
-    memory = "memory_bandwidth_gbps"
     return Compute(
         fp32_tflops=table.positive("fp32_tflops"),
         bf16_tflops=table.positive("bf16_tflops"),
         efficiency=efficiency,
         memory_gib=table.positive("memory_gib"),
-        memory_bandwidth_gbps=table.positive(memory) if table.has(memory) else None,
+        memory_bandwidth_gbps=table.positive_or_none("memory_bandwidth_gbps"),
         jitter=table.number("jitter", 0.0),
     )
 
@@ -318,11 +318,10 @@ def _link(table: _Table | None) -> Link | None:
     if table is None:
         return None
     table.check_keys([field.name for field in fields(Link)])
-    collective = "collective_gbps"
     return Link(
         latency_s=table.number("latency_s"),
         bandwidth_gbps=table.positive("bandwidth_gbps"),
-        collective_gbps=table.positive(collective) if table.has(collective) else None,
+        collective_gbps=table.positive_or_none("collective_gbps"),
         shared=table.flag("shared"),
     )
 
@@ -332,7 +331,5 @@ def _stages(table: _Table | None) -> StageTable | None:
         return None
     names = [field.name for field in fields(StageTable)]
     table.check_keys(names)
-    given = {name: table.per_stage(name) for name in names if table.has(name)}
-    for name in ("forward_s", "backward_s"):
-        given[name] = table.per_stage(name)
-    return StageTable(**given)
+    needed = ("forward_s", "backward_s")
+    return StageTable(**{n: table.per_stage(n) for n in names if table.has(n) or n in needed})

@@ -127,10 +127,7 @@ def predict(
         source, name = read_source(Path(source), given), str(source)
     elif given:
         raise ConfigError("overrides need the path of a run file: change the record itself instead")
-    if isinstance(source, Plan):
-        run, plan = None, check_processes(source, nproc, name)
-    else:
-        run, plan = _fitted(source, nproc or num_cluster_ranks(source, on))
+    run, plan = planned_run(source, on, nproc, name)
     plan.require_built()
     averaging = AveragingSection() if run is None else run.averaging
     setting = StepSetting(num_steps=steps, seed=seed, averaging=averaging)
@@ -161,14 +158,34 @@ def read_source(path: Path, overrides: Iterable[Override] = ()) -> RunFile | Pla
     return Plan.from_json(text, str(path))
 
 
-def check_processes(plan: Plan, nproc: int | None, source: str) -> Plan:
-    """Return the plan, after checking it and its number of processes."""
-    if nproc not in (None, plan.num_ranks):
-        raise LayoutError(
-            f"--nproc {nproc}, but {source} needs {plan.num_ranks} processes: leave out --nproc"
-        )
-    check_planned(plan)
-    return plan
+def planned_run(
+    source: RunFile | Plan,
+    cluster: Cluster,
+    nproc: int | None,
+    name: str,
+    *,
+    fits_budget: bool = True,
+) -> tuple[RunFile | None, Plan]:
+    """Return the run, None of a plan, and its checked plan; `name` is that of the source.
+
+    With `fits_budget` the settings that memory.device_gib leaves open are chosen to fit.
+    """
+    if isinstance(source, Plan):
+        if nproc not in (None, source.num_ranks):
+            raise LayoutError(
+                f"--nproc {nproc}, but {name} needs {source.num_ranks} processes: leave out --nproc"
+            )
+        check_planned(source)
+        return None, source
+    num_processes = nproc or num_cluster_ranks(source, cluster)
+
+    def make_plan(run: RunFile) -> Plan:
+        return decide_activations(run, resolve(run, num_processes))
+
+    if source.memory.device_gib == 0 or not fits_budget:
+        return source, make_plan(source)
+    fit = fit_budget(source, make_plan)
+    return fit.run, fit.plan
 
 
 def num_cluster_ranks(run: RunFile, cluster: Cluster) -> int | None:
@@ -187,18 +204,6 @@ def num_cluster_ranks(run: RunFile, cluster: Cluster) -> int | None:
             f"(parallel.data * pipe * x * y * z) do not fill: change either"
         )
     return num_ranks + run.averaging.servers if parallel.data == "auto" else None
-
-
-def _fitted(run: RunFile, nproc: int | None) -> tuple[RunFile, Plan]:
-    """Return a run and its plan, with the choices of its memory budget."""
-
-    def make_plan(run: RunFile) -> Plan:
-        return decide_activations(run, resolve(run, nproc))
-
-    if run.memory.device_gib == 0:
-        return run, make_plan(run)
-    fit = fit_budget(run, make_plan)
-    return fit.run, fit.plan
 
 
 # --- memory --------------------------------------------------------------------------------------
