@@ -70,7 +70,7 @@ class BucketProgram:
         assert num_slots >= 1, "a bucket needs a slot"
         self._chunk_of = tuple(chunk_of)
         self._num_slots = num_slots
-        self._go: bool | None = None if needs_verdict else True
+        self._verdict: bool | None = None if needs_verdict else True
         self._num_reduced = 0
         self._read, self._update, self._write = _Lane(READ), _Lane(UPDATE), _Lane(WRITE)
         self._lanes = {lane.kind: lane for lane in (self._read, self._update, self._write)}
@@ -83,9 +83,9 @@ class BucketProgram:
     @property
     def done(self) -> bool:
         """Whether all is written, or the verdict was negative and no read is under way."""
-        if self._go is False:
+        if self._verdict is False:
             return self._read.is_idle
-        return self._go is True and self._write.num_finished == self.num_buckets
+        return self._verdict is True and self._write.num_finished == self.num_buckets
 
     @property
     def is_touched(self) -> bool:
@@ -117,17 +117,17 @@ class BucketProgram:
 
     def on_verdict(self, go: bool) -> None:
         """Allow the update to begin, or end the program."""
-        assert self._go is None, "there is one verdict, and only if one is needed"
-        self._go = go
+        assert self._verdict is None, "there is one verdict, and only if one is needed"
+        self._verdict = go
 
     def _may_read(self) -> bool:
         bucket = self._read.num_begun
         has_slot = bucket < min(self.num_buckets, self._write.num_finished + self._num_slots)
-        return has_slot and self._read.is_idle and self._go is not False
+        return has_slot and self._read.is_idle and self._verdict is not False
 
     def _may_update(self) -> bool:
         bucket = self._update.num_begun
-        if not self._go or not self._update.is_idle or bucket == self._read.num_finished:
+        if not self._verdict or not self._update.is_idle or bucket == self._read.num_finished:
             return False
         return self._chunk_of[bucket] < self._num_reduced
 

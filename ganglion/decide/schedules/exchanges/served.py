@@ -30,7 +30,7 @@ LEAVE = "leave"  # not a request: a member left, or was lost
 RETURN = "return"  # not a request: a member is back, over a new connection
 KINDS = (JOIN, LOOK, PULL, PUSH, EXCHANGE)
 WRITES = (PUSH, EXCHANGE)
-_PASSING = (LEAVE, RETURN)
+_MEMBERSHIP = (LEAVE, RETURN)
 
 FIRST_COME = "first_come"  # or ROUND_ROBIN
 STALENESS_PER_WORKER = 4  # beyond 4 P versions the averaging may diverge
@@ -111,19 +111,19 @@ class ServedCenter:
         self.num_refused = self.num_repeated = self.max_queue = 0
         self.record: list[OrderEntry] | None = [] if is_recording else None
         self._is_round_robin = order == ROUND_ROBIN
-        self._script = None if isinstance(order, str) else deque(order)
+        self._replay = None if isinstance(order, str) else deque(order)
         self._max_staleness = max_staleness
-        self._ever: set[int] = set()
+        self._ever_joined: set[int] = set()
         self._sharing: set[int] = set()  # members; in a replay, those at the time of the record
-        self._numbers: dict[int, int] = {}  # the last number answered, also of lost workers
-        self._held: deque[Request] = deque()
+        self._answered: dict[int, int] = {}  # the last number answered, also of lost workers
+        self._queue: deque[Request] = deque()
         self._repeats: deque[Repeat] = deque()
         self._last_turn = -1
 
     @property
     def is_done(self) -> bool:
         """Whether all expected workers have joined and all have left."""
-        return len(self._ever) >= self.num_workers and not self.members
+        return len(self._ever_joined) >= self.num_workers and not self.members
 
     @property
     def limit(self) -> int:
@@ -136,16 +136,16 @@ class ServedCenter:
     @property
     def num_shared(self) -> int:
         """How many workers share the centre: those present and those still expected."""
-        return max(1, len(self._sharing) + max(0, self.num_workers - len(self._ever)))
+        return max(1, len(self._sharing) + max(0, self.num_workers - len(self._ever_joined)))
 
     @property
     def awaited(self) -> int | None:
         """The worker that all others wait for, if there is one."""
-        if not self._held:
+        if not self._queue:
             return None
-        if self._script is not None:
-            return self._script[0].worker if self._script else None
-        has_all = len(self._ever) >= self.num_workers
+        if self._replay is not None:
+            return self._replay[0].worker if self._replay else None
+        has_all = len(self._ever_joined) >= self.num_workers
         return self._turn() if self._is_round_robin and has_all else None
 
     def rejoin(self, worker: int, number: int) -> None:
@@ -154,24 +154,24 @@ class ServedCenter:
         A centre restored from a snapshot does not know the worker's numbers and accepts this one.
         """
         self.members.add(worker)
-        self._ever.add(worker)
-        self._numbers.setdefault(worker, number - 1)
-        if self._script is None:
-            self._pass(OrderEntry(RETURN, worker))
+        self._ever_joined.add(worker)
+        self._answered.setdefault(worker, number - 1)
+        if self._replay is None:
+            self._count_member(OrderEntry(RETURN, worker))
 
     def leave(self, worker: int) -> None:
         """Remove a worker that left or died, with its open requests; what it wrote stays."""
-        if worker in self.members and self._script is None:
-            self._pass(OrderEntry(LEAVE, worker))
+        if worker in self.members and self._replay is None:
+            self._count_member(OrderEntry(LEAVE, worker))
         self.members.discard(worker)
-        self._held = deque(held for held in self._held if held.worker != worker)
+        self._queue = deque(held for held in self._queue if held.worker != worker)
         self._repeats = deque(r for r in self._repeats if r.request.worker != worker)
 
     def arrive(self, request: Request) -> None:
         """Queue a request; raise ProtocolError if this worker may not make it."""
         self._check_member(request)
         if request.kind not in (JOIN, LOOK):
-            last = self._numbers[request.worker]
+            last = self._answered[request.worker]
             if request.number == last:
                 self._repeats.append(Repeat(request))
                 return
@@ -181,23 +181,23 @@ class ServedCenter:
                     f"the centre answered its request {last} last: start the worker anew, it "
                     f"joins at the centre"
                 )
-        self._held.append(request)
-        self.max_queue = max(self.max_queue, len(self._held))
+        self._queue.append(request)
+        self.max_queue = max(self.max_queue, len(self._queue))
 
     def next(self) -> Answer | None:
         """Return what to do now, or None: wait for an arrival or a departure."""
         if self._repeats:
             self.num_repeated += 1
             return self._repeats.popleft()
-        while self._script and self._script[0].kind in _PASSING:
-            self._pass(self._script.popleft())
-        for request in self._held:
+        while self._replay and self._replay[0].kind in _MEMBERSHIP:
+            self._count_member(self._replay.popleft())
+        for request in self._queue:
             if self._may_go(request):
-                self._held.remove(request)
+                self._queue.remove(request)
                 return self._settle(request)
         return None
 
-    def _pass(self, entry: OrderEntry) -> None:
+    def _count_member(self, entry: OrderEntry) -> None:
         """Record that a worker left or returned."""
         if entry.kind == LEAVE:
             self._sharing.discard(entry.worker)
@@ -225,12 +225,12 @@ class ServedCenter:
     def _may_go(self, request: Request) -> bool:
         if request.kind == LOOK:
             return True
-        if self._script is not None:
-            head = self._script[0] if self._script else None
+        if self._replay is not None:
+            head = self._replay[0] if self._replay else None
             return head is not None and (head.kind, head.worker) == (request.kind, request.worker)
         if not self._is_round_robin or request.kind not in WRITES:
             return True
-        return len(self._ever) >= self.num_workers and request.worker == self._turn()
+        return len(self._ever_joined) >= self.num_workers and request.worker == self._turn()
 
     def _turn(self) -> int | None:
         """Return the member whose write is next in a round robin."""
@@ -245,10 +245,10 @@ class ServedCenter:
         is_served = self._is_acceptable(request, staleness)
         if self.record is not None:
             self.record.append(OrderEntry(request.kind, request.worker, is_served))
-        self._numbers[request.worker] = request.number
+        self._answered[request.worker] = request.number
         if request.kind == JOIN:
             self.members.add(request.worker)
-            self._ever.add(request.worker)
+            self._ever_joined.add(request.worker)
             self._sharing.add(request.worker)
             return Serve(request, self.version, 0)
         if request.kind in WRITES:
@@ -265,6 +265,6 @@ class ServedCenter:
 
         A push with a version that this centre never had was made before it was restored.
         """
-        if self._script is not None:
-            return self._script.popleft().is_served
+        if self._replay is not None:
+            return self._replay.popleft().is_served
         return request.kind != PUSH or 0 <= staleness <= self.limit

@@ -63,7 +63,7 @@ class SyncExchange:
         self.num_discarded = 0
         self._begins_at_zero = begins_at_zero
         self._max_discarded = max_discarded
-        self._num_in_a_row = 0
+        self._num_discarded_in_a_row = 0
         self._num_started = 0
         self._in_flight: list[Exchange] = []
         self._started_here: set[int] = set()  # fragments, at the present step
@@ -166,11 +166,11 @@ class SyncExchange:
 
     def _count(self, exchange: Exchange, against: Sequence[int]) -> None:
         if not against:
-            self.version, self._num_in_a_row = self.version + 1, 0
+            self.version, self._num_discarded_in_a_row = self.version + 1, 0
             return
         self.num_discarded += 1
-        self._num_in_a_row += 1
-        if self._num_in_a_row > self._max_discarded:
+        self._num_discarded_in_a_row += 1
+        if self._num_discarded_in_a_row > self._max_discarded:
             raise CommError(
                 f"workers {list(against)} refused exchange {exchange.number}, as members did the "
                 f"{self._max_discarded} before it: their weights are not finite; lower the "

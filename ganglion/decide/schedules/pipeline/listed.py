@@ -42,7 +42,7 @@ class ListedSchedule(RankSchedule):
         """Return the order of one batch."""
 
     def admit(self, num_microbatches: int) -> None:
-        """Let one more batch enter and append its list."""
+        """Admit one more batch and append its list."""
         first = self._num_admitted
         super().admit(num_microbatches)
         self._order.extend(
@@ -61,14 +61,6 @@ class ListedSchedule(RankSchedule):
             return None
         head = self._order[0]
         return head if self._is_ready(head) else None
-
-    def _version_of_batch(self, batch: int) -> int:
-        return batch
-
-    @property
-    def version_bound(self) -> int:
-        """One: nothing is in flight when weights change."""
-        return 1
 
 
 class GPipe(ListedSchedule):

@@ -102,18 +102,10 @@ class MessageDriven(ReadyFirst):
     def _cap(self) -> int:
         return self.limit
 
-    def _version_of_batch(self, batch: int) -> int:
-        return batch
-
     @property
     def live_bound(self) -> int | None:
         """The limit; 1 on the last stage, which goes back at once."""
         return 1 if self.is_last else self.limit
-
-    @property
-    def version_bound(self) -> int:
-        """One: nothing is in flight when weights change."""
-        return 1
 
 
 class TwoBW(ReadyFirst):
@@ -133,7 +125,7 @@ class TwoBW(ReadyFirst):
         self.extra = extra
 
     def admit(self, num_microbatches: int) -> None:
-        """Let one more batch enter; raise LayoutError if it is too short for two versions."""
+        """Admit one more batch; raise LayoutError if it is too short for two versions."""
         needed = self.num_stages + self.extra
         if num_microbatches < needed:
             raise LayoutError(

@@ -86,7 +86,7 @@ class Chunk:
         self.is_last = stage == num_stages - 1
         self.inputs: set[int] = set()  # microbatches whose activation arrived and is unused
         self.gradients: deque[int] = deque()  # those whose gradient arrived, in order of arrival
-        self.halves: set[int] = set()  # those that lack only their weight gradients
+        self.awaiting_weight: set[int] = set()  # those that lack only their weight gradients
         self.num_begun = 0  # forwards
         self.backwards_left: dict[int, int] = {}  # by batch
         self.num_reducible = 0  # batches with all backwards done, and all before them too
@@ -125,19 +125,19 @@ class RankSchedule(ABC):
     def _choose(self) -> Action | None:
         """Return a computation to start now, for which `_is_ready` holds, or None."""
 
-    @abstractmethod
-    def _version_of_batch(self, batch: int) -> int:
-        """Return how many updates the weights of a batch have seen."""
-
     @property
     @abstractmethod
     def live_bound(self) -> int | None:
         """The most stages x microbatches between forward and backward; None: a whole batch."""
 
     @property
-    @abstractmethod
     def version_bound(self) -> int:
-        """The most weight versions a stage keeps at once."""
+        """The most weight versions a stage keeps at once; one if a schedule flushes."""
+        return 1
+
+    def _version_of_batch(self, batch: int) -> int:
+        """Return how many updates the weights of a batch have seen."""
+        return batch
 
     @property
     def staleness(self) -> int:
@@ -156,7 +156,7 @@ class RankSchedule(ABC):
             chunk.num_begun = microbatch
 
     def admit(self, num_microbatches: int) -> None:
-        """Let one more batch of microbatches enter."""
+        """Admit one more batch of microbatches."""
         if num_microbatches < 1:
             raise LayoutError(f"a batch of {num_microbatches} microbatches is empty; use 1 or more")
         batch = self._num_batches
@@ -213,7 +213,7 @@ class RankSchedule(ABC):
         kind, chunk = finished.kind, self._chunks[finished.stage]
         if kind == BACKWARD:
             if self.splits_backward:
-                chunk.halves.add(finished.index)
+                chunk.awaiting_weight.add(finished.index)
             else:
                 self._end_backward(chunk, finished.index)
         elif kind == FORWARD:
@@ -247,7 +247,7 @@ class RankSchedule(ABC):
         elif kind == BACKWARD:
             chunk.gradients.remove(chosen.index)
         elif kind == WEIGHT:
-            chunk.halves.remove(chosen.index)
+            chunk.awaiting_weight.remove(chosen.index)
         elif kind == REDUCE:
             self._to_reduce.remove(chosen)
         else:
@@ -261,7 +261,7 @@ class RankSchedule(ABC):
         if wanted.kind == BACKWARD:
             return microbatch in chunk.gradients
         if wanted.kind == WEIGHT:
-            return microbatch in chunk.halves
+            return microbatch in chunk.awaiting_weight
         here = chunk.is_first or microbatch in chunk.inputs
         return here and self.version_of(microbatch) <= chunk.version
 

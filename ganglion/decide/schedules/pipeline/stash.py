@@ -31,7 +31,7 @@ class Stash(StageSchedule):
         self._stashed: dict[int, int] = {}  # versions of the microbatches that have begun
 
     def admit(self, num_microbatches: int) -> None:
-        """Let one more batch enter."""
+        """Admit one more batch."""
         super().admit(num_microbatches)
         self._least_batch = min(num_microbatches, self._least_batch or num_microbatches)
 

@@ -78,7 +78,7 @@ class AveragingSimulation:
         return {name: self.seconds[name] / self.watched_s for name in BREAKDOWN}
 
 
-class Books:
+class AveragingLog:
     """Collects the events and seconds of a simulation while it runs."""
 
     def __init__(self) -> None:

@@ -22,8 +22,8 @@ from ganglion.decide.simulator.averaging.result import (
     STEP,
     WRITE,
     AveragingEvent,
+    AveragingLog,
     AveragingSimulation,
-    Books,
 )
 
 _BEGIN, _ASKED, _READ, _SERVED = "begin", "asked", "read", "served"
@@ -63,7 +63,7 @@ class RoundRobin:
         self._center = _Center(num_workers, ROUND_ROBIN)
         self._free_s = [0.0] * num_workers
         self._seen = [0] * num_workers
-        self._books = Books()
+        self._log = AveragingLog()
 
     def run(self, name: str, num_batches: int) -> AveragingSimulation:
         """Return the simulation of one turn per batch."""
@@ -71,7 +71,7 @@ class RoundRobin:
         for turn in range(num_batches):
             now_s = self._turn(now_s, turn % num_workers, turn // num_workers)
         total_s = max(now_s, *self._free_s)
-        return self._books.close(name, num_workers, num_batches, total_s)
+        return self._log.close(name, num_workers, num_batches, total_s)
 
     def _turn(self, now_s: float, worker: int, step: int) -> float:
         """Simulate one turn; return when the host has updated the centre."""
@@ -83,7 +83,7 @@ class RoundRobin:
         exposed_s = max(0.0, late_s + pass_s - moved_s) if self._overlaps else late_s + pass_s
         here_s = 0.0 if self._overlaps else costs.update_s  # the host waits for it
         end_s = now_s + data_s + moved_s + exposed_s + here_s + costs.host_center_s
-        self._books.spend(
+        self._log.spend(
             data_host_dev=data_s,
             param_host_dev=moved_s,
             fwd_bwd=exposed_s,
@@ -96,7 +96,7 @@ class RoundRobin:
         event = self._center.serve(end_s, EXCHANGE, step)
         assert event.worker == worker, "round robin goes by number"
         self._seen[worker] = event.version
-        self._books.events += [event, AveragingEvent(step_s, STEP, worker, step, event.version)]
+        self._log.events += [event, AveragingEvent(step_s, STEP, worker, step, event.version)]
         return end_s
 
 
@@ -111,7 +111,7 @@ class Served:
         self._is_elastic, self._has_lock = method.is_elastic, method.has_lock
         self._weights_s = costs.weights_s(method.is_packed)
         self._center = _Center(num_workers, FIRST_COME)
-        self._books = Books()
+        self._log = AveragingLog()
         self._agenda: list[tuple[float, int, str, int]] = []
         self._num_planned = 0
         self._num_left = 0
@@ -135,7 +135,7 @@ class Served:
         while self._agenda:
             now_s, _, what, worker = heapq.heappop(self._agenda)
             happen[what](now_s, worker)
-        return self._books.close(name, len(self._steps), num_batches, self._last_s)
+        return self._log.close(name, len(self._steps), num_batches, self._last_s)
 
     def _plan(self, time_s: float, what: str, worker: int) -> None:
         heapq.heappush(self._agenda, (time_s, self._num_planned, what, worker))
@@ -151,7 +151,7 @@ class Served:
         pass_s = self._costs.pass_of(worker, self._steps[worker], now_s + data_s)
         self._ends_s[worker] = now_s + data_s + pass_s
         if worker == 0:
-            self._books.spend(data_host_dev=data_s, fwd_bwd=pass_s)
+            self._log.spend(data_host_dev=data_s, fwd_bwd=pass_s)
         if self._has_turn(self._steps[worker]):
             self._plan(now_s if self._overlaps else self._ends_s[worker], _ASKED, worker)
         else:
@@ -165,9 +165,9 @@ class Served:
         """End a step without an exchange."""
         done_s = self._ends_s[worker] + self._costs.update_s
         if worker == 0:
-            self._books.spend(upd_dev=self._costs.update_s)
+            self._log.spend(upd_dev=self._costs.update_s)
         step = AveragingEvent(done_s, STEP, worker, self._steps[worker], self._seen[worker])
-        self._books.events.append(step)
+        self._log.events.append(step)
         self._steps[worker] += 1
         self._plan(done_s, _BEGIN, worker)
 
@@ -187,7 +187,7 @@ class Served:
             version = self._center.turns.version
             self._seen[worker] = version
             event = AveragingEvent(now_s, READ, worker, self._steps[worker], version)
-            self._books.events.append(event)
+            self._log.events.append(event)
         self._plan(now_s + self._costs.host_center_s, _SERVED, worker)
 
     def _served(self, now_s: float, worker: int) -> None:
@@ -198,7 +198,7 @@ class Served:
         event = self._center.serve(now_s, kind, self._steps[worker])
         assert event.worker == worker, "all wait for the same time, so the first comes first"
         self._seen[worker] = event.version
-        self._books.events.append(event)
+        self._log.events.append(event)
         self._reply(now_s + self._weights_s, worker)
 
     def _reply(self, reply_s: float, worker: int) -> None:
@@ -209,10 +209,10 @@ class Served:
         update_s = costs.update_s if self._is_elastic else 0.0
         done_s = max(reply_s, end_s) + update_s
         if worker == 0:
-            self._books.spend(param_host_dev=waited_s - host_s, upd_host=host_s, upd_dev=update_s)
+            self._log.spend(param_host_dev=waited_s - host_s, upd_host=host_s, upd_dev=update_s)
         if self._is_elastic:
             step = AveragingEvent(done_s, STEP, worker, self._steps[worker], self._seen[worker])
-            self._books.events.append(step)
+            self._log.events.append(step)
         self._steps[worker] += 1
         # Planned, not done at once: requests of others may come before.
         self._plan(done_s, _BEGIN, worker)

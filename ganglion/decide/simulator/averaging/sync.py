@@ -15,8 +15,8 @@ from ganglion.decide.simulator.averaging.result import (
     REDUCE,
     STEP,
     AveragingEvent,
+    AveragingLog,
     AveragingSimulation,
-    Books,
 )
 
 
@@ -30,7 +30,7 @@ class Synchronous:
         self._is_elastic, self._on_host = method.is_elastic, method.center_on_host
         self._turns = SyncExchange(range(num_workers), tau=tau)
         self._free_s = [0.0] * num_workers  # when each worker has done its last update
-        self._books = Books()
+        self._log = AveragingLog()
         self._data_s = num_workers * costs.data_s()  # the host copies one batch after the other
         link = costs.host_link if self._on_host else costs.device_link
         num_ranks = num_workers + self._on_host  # a host is one more node of the tree
@@ -41,7 +41,7 @@ class Synchronous:
         num_workers = len(self._free_s)
         for step in range(num_batches // num_workers):
             self._step(step)
-        return self._books.close(name, num_workers, num_batches, max(self._free_s))
+        return self._log.close(name, num_workers, num_batches, max(self._free_s))
 
     def _step(self, step: int) -> None:
         begins_s = [free_s + self._data_s for free_s in self._free_s]
@@ -49,7 +49,7 @@ class Synchronous:
             begin_s + self._costs.pass_of(worker, step, begin_s)
             for worker, begin_s in enumerate(begins_s)
         ]
-        self._books.spend(
+        self._log.spend(
             data_host_dev=self._data_s, fwd_bwd=ends_s[0] - self._free_s[0] - self._data_s
         )
         if self._turns.starting():
@@ -66,11 +66,11 @@ class Synchronous:
         for exchange in self._turns.ending():
             self._turns.on_votes(exchange, dict.fromkeys(exchange.members, True))
         kind = GATHER if self._is_elastic else REDUCE
-        self._books.events.append(AveragingEvent(end_s, kind, EVERYONE, step, self._turns.version))
+        self._log.events.append(AveragingEvent(end_s, kind, EVERYONE, step, self._turns.version))
         exposed_s = min(waited_s, self._comm_s)
         way = "param_host_dev" if self._on_host else "param_dev_dev"
         # The rest of the wait is for the passes of others.
-        self._books.spend(**{way: exposed_s, "fwd_bwd": waited_s - exposed_s})
+        self._log.spend(**{way: exposed_s, "fwd_bwd": waited_s - exposed_s})
         return done_s
 
     def _update(self, step: int, ends_s: list[float]) -> None:
@@ -79,8 +79,8 @@ class Synchronous:
         self._free_s = [end_s + costs.update_s + host_s for end_s in ends_s]
         center_s = costs.device_center_s if self._is_elastic and not self._on_host else 0.0
         self._free_s[0] += center_s
-        self._books.spend(upd_dev=costs.update_s + center_s, upd_host=host_s)
-        self._books.events += [
+        self._log.spend(upd_dev=costs.update_s + center_s, upd_host=host_s)
+        self._log.events += [
             AveragingEvent(free_s, STEP, worker, step, self._turns.version)
             for worker, free_s in enumerate(self._free_s)
         ]
