@@ -1,15 +1,17 @@
-"""Size is a budget: files hold one idea, functions fit a screen."""
+"""Size is a budget: folders fit a glance, files hold one idea, functions fit a screen."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import ganglion
 
+MAX_FOLDER_FILES = 15
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_MEDIAN_FUNCTION_LINES = 12
@@ -30,6 +32,11 @@ def functions() -> Iterator[tuple[str, int]]:
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
                 yield f"{path.relative_to(PACKAGE)}:{node.name}", lines
+
+
+def test_folders_are_small() -> None:
+    sizes = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+    assert {folder: n for folder, n in sizes.items() if n > MAX_FOLDER_FILES} == {}
 
 
 def test_files_are_short() -> None:
