@@ -19,7 +19,7 @@ from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.update.optimizers import NamedParameters
 from ganglion.trace import Recorder
 from tests.support.covering import cells
-from tests.support.pipelines import FLUSHING, delayed, plan_for, serial_of, told
+from tests.support.pipelines import FLUSHING, delayed, naming_faults, plan_for, serial_of
 from tests.support.serial import History
 from tests.support.tensors import SETTINGS, Held, assert_same_histories
 from tests.support.training import (
@@ -41,7 +41,7 @@ def _assert_equals(plan: Plan, case: Case, wanted: History, faults: Faults | Non
     held: list[Held] = run_threads(
         plan.mesh(), lambda world: train_split_at_once(world, plan, case), faults=faults
     )
-    with told(faults):
+    with naming_faults(faults):
         assert_same_histories(held, wanted, case.dtype)
 
 
