@@ -16,7 +16,7 @@ from ganglion.decide.schedules.pipeline import (
     make_schedule,
     stage_map_of,
 )
-from ganglion.decide.schedules.pipeline.action import Message, Order, action
+from ganglion.decide.schedules.pipeline.action import Message, Order, action, parse_action
 from ganglion.errors import ConfigError, GanglionError, LayoutError
 from ganglion.trace import render_grid
 from tests.support.simulated import run
@@ -140,7 +140,11 @@ def test_an_order_may_come_before_its_batch() -> None:
 
 def test_text_of_actions() -> None:
     assert str(action("F", 2, 0)) == "2F0"
-    assert action("F", 2, 0) is action("F", 2, 0)
+    for kind in "FBWRU":
+        one = action(kind, 12, 345)
+        assert parse_action(str(one)) is one
+    with pytest.raises(ConfigError, match="'2X0' is not an action"):
+        parse_action("2X0")
 
 
 @pytest.mark.parametrize(

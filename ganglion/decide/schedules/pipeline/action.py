@@ -1,6 +1,7 @@
 """Actions that a rank does, and messages that it receives, as frozen data.
 
-The text of an action is its stage, kind and index: `2F0` is stage 2, forward, microbatch 0.
+The text of an action is its stage, kind and index, and parses back: `2F0` is stage 2, forward,
+microbatch 0.
 
     F forward   B backward   W weight gradients      on the compute lane
     R reduce                                         on the comm lane
@@ -9,9 +10,12 @@ The text of an action is its stage, kind and index: `2F0` is stage 2, forward, m
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
+
+from ganglion.errors import ConfigError
 
 FORWARD = "F"
 BACKWARD = "B"
@@ -24,6 +28,7 @@ COMM = "comm"
 HOST = "host"
 LANES = (COMPUTE, COMM, HOST)
 
+_TEXT = re.compile(r"(\d+)([FBWRU])(\d+)")
 _LANE = {FORWARD: COMPUTE, BACKWARD: COMPUTE, WEIGHT: COMPUTE, REDUCE: COMM, UPDATE: HOST}
 
 
@@ -50,6 +55,14 @@ class Action:
 def action(kind: str, stage: int, index: int) -> Action:
     """Return an action, cached: equal actions are mostly the same object."""
     return Action(kind, stage, index)
+
+
+def parse_action(text: str) -> Action:
+    """Return the action of a text such as "2F0"; raise ConfigError if it is not one."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not an action; write stage, kind and number, such as 2F0")
+    return action(match[2], int(match[1]), int(match[3]))
 
 
 class Message(NamedTuple):
