@@ -260,17 +260,10 @@ def _executor(
         agreement=_agreement(world, transport) if agrees else None,
         in_turn=is_split(world.mesh),
     )
+    lag = 0 if schedule.flushes else _lag(context.plan)
     executor = PipelineExecutor(
-        context.plan,
-        context.world,
-        engine,
-        worker,
-        parts,
-        numbers,
-        context.recorder,
-        end=end,
-        device=context.device,
-        lag=0 if schedule.flushes else _lag(context.plan),
+        *(context, engine, worker, parts, numbers, end),
+        lag=lag,
         last=last,
         whole_output=splitting.whole_output,
     )

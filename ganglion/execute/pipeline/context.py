@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import Registry
@@ -20,8 +19,6 @@ from ganglion.execute.pipeline.executor import Executor
 from ganglion.execute.update import (
     AverageWeights,
     GradientPolicy,
-    OffloadSettings,
-    OptimizerFactory,
     Update,
     UpdateFactory,
 )
@@ -38,7 +35,7 @@ class BuildContext:
 
     blocks: Mapping[str, nn.Module]
     loss_fn: LossFn
-    optimizer_factory: OptimizerFactory
+    updates: UpdateFactory
     plan: Plan
     schedules: Registry
     world: World
@@ -54,22 +51,9 @@ class BuildContext:
     average: AverageWeights
     policy: GradientPolicy
     call: Call
-    offload: OffloadSettings
     activations: ActivationOffload | None = None  # where they wait for their backward
     costs: Sequence[float] = ()
     among: Group | None = None  # the ranks that agree on each step; None for all
-
-    @property
-    def updates(self) -> UpdateFactory:
-        """What stores weights and makes their updates."""
-        return UpdateFactory(
-            plan=self.plan,
-            optimizer_factory=self.optimizer_factory,
-            offload=self.offload,
-            device=self.device,
-            recorder=self.recorder,
-            timeout_s=self.timeout_s,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +66,3 @@ class LocalModel:
     feedback: dict[str, Tensor] | None = None
     block_names: tuple[str, ...]
     plan: Plan  # with the cut that was made
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers of all parts."""
-        return [optimizer for update in self.updates for optimizer in update.optimizers]

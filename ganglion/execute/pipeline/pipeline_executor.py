@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import Action
-from ganglion.execute.comm import World, broadcast_tensor
+from ganglion.execute.comm import broadcast_tensor
 from ganglion.execute.models import evaluation_mode
+from ganglion.execute.pipeline.context import BuildContext
 from ganglion.execute.pipeline.engine import Engine
 from ganglion.execute.pipeline.executor import Share, cut_batch
 from ganglion.execute.pipeline.stage_worker import StagePart, StageWorker
 from ganglion.execute.update import BatchEnd, StepNumbers, StepResult, as_input, wide
-from ganglion.trace import COMPUTE, Recorder
+from ganglion.trace import COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +37,13 @@ class PipelineExecutor:
 
     def __init__(
         self,
-        plan: Plan,
-        world: World,
+        context: BuildContext,
         engine: Engine,
         worker: StageWorker,
         parts: Mapping[int, StagePart],
         numbers: StepNumbers,
-        recorder: Recorder,
-        *,
         end: BatchEnd,
-        device: torch.device,
+        *,
         lag: int,
         last: StageAt,
         whole_output: Callable[[Tensor], Tensor],
@@ -57,15 +53,15 @@ class PipelineExecutor:
         `whole_output` makes of what the last block returned the output of the model.
         """
         self._whole_output = whole_output
-        self._plan = plan
-        self._world = world
+        self._plan = context.plan
+        self._world = context.world
+        self._device = context.device
+        self._recorder = context.recorder
         self._engine = engine
         self._worker = worker
         self._parts = parts
         self._numbers = numbers
-        self._recorder = recorder
         self._batch_end = end
-        self._device = device
         self._lag = lag
         self._last = last
         self._num_admitted = 0

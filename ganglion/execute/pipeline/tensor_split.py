@@ -85,10 +85,9 @@ def split_blocks(
     )
     loss_fn = _split_loss(context.loss_fn, group, cuts.output_dim)
     matrices = SplitMatrices(labelled(together, "muon"), world.mesh, placements)
-    factory = over_pieces(context.optimizer_factory, matrices)
-    made = dataclasses.replace(
-        context, blocks=split.blocks, loss_fn=loss_fn, optimizer_factory=factory
-    )
+    factory = over_pieces(context.updates.optimizer_factory, matrices)
+    updates = dataclasses.replace(context.updates, optimizer_factory=factory)
+    made = dataclasses.replace(context, blocks=split.blocks, loss_fn=loss_fn, updates=updates)
     return made, splitting
 
 

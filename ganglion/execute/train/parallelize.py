@@ -60,6 +60,7 @@ from ganglion.execute.update import (
     OffloadSettings,
     OptimizerFactory,
     RateSetter,
+    UpdateFactory,
     WideLoss,
     autocast,
 )
@@ -94,7 +95,6 @@ def parallelize(
     context = BuildContext(
         blocks=placed,
         loss_fn=loss_fn,
-        optimizer_factory=optimizer_factory,
         plan=plan,
         schedules=settings.schedules,
         world=world,
@@ -110,7 +110,14 @@ def parallelize(
         average=averages,
         policy=GradientPolicy(settings.max_grad_norm),
         call=plain_call,
-        offload=settings.offload or OffloadSettings(),
+        updates=UpdateFactory(
+            plan=plan,
+            optimizer_factory=optimizer_factory,
+            offload=settings.offload or OffloadSettings(),
+            device=device,
+            recorder=recorder,
+            timeout_s=settings.timeout_s,
+        ),
         activations=_activations(plan, settings, device),
     )
     _same_start(context)
@@ -121,24 +128,7 @@ def parallelize(
     rate = RateSetter(settings.lr_factor)
     local = _build(context, splitting, rate, settings.overlap)
     all_are_made(plan, world, averages.settings)
-    return Run(
-        RunParts(
-            plan=local.plan,
-            world=world,
-            device=device,
-            parameters=local.parameters,
-            buffers=named_buffers({name: context.blocks[name] for name in local.block_names}),
-            executor=worker_executor(local.executor, world, plan),
-            updates=local.updates,
-            feedback=local.feedback,
-            recorder=recorder,
-            seed=settings.seed,
-            placements=splitting.placements,
-            tensor_report=splitting.report,
-            averaged=averages.made,
-            scaling=scaling,
-        )
-    )
+    return _joined(context, splitting, local, averages, scaling, settings.seed)
 
 
 def _checked(plan: Plan, settings: RunSettings) -> Plan:
@@ -263,8 +253,37 @@ def _build(
         local = build_replica(context, splitting, rate, overlap)
     else:
         local = build_pipeline(context, splitting, rate)  # its reductions always overlap
-    rate.take(local.optimizers)
+    rate.take([optimizer for update in local.updates for optimizer in update.optimizers])
     return local
+
+
+def _joined(
+    context: BuildContext,
+    splitting: Splitting,
+    local: LocalModel,
+    averages: _Averages,
+    scaling: LossScale | None,
+    seed: int,
+) -> Run:
+    """Return the run of the model that this rank holds."""
+    return Run(
+        RunParts(
+            plan=local.plan,
+            world=context.world,
+            device=context.device,
+            parameters=local.parameters,
+            buffers=named_buffers({name: context.blocks[name] for name in local.block_names}),
+            executor=worker_executor(local.executor, context.world, context.plan),
+            updates=local.updates,
+            feedback=local.feedback,
+            recorder=context.recorder,
+            seed=seed,
+            placements=splitting.placements,
+            tensor_report=splitting.report,
+            averaged=averages.made,
+            scaling=scaling,
+        )
+    )
 
 
 def _placed(
