@@ -1,4 +1,4 @@
-"""What the executor of a rank is built from, and what is built: the context and the local model."""
+"""The context that the executor of a rank is built from, and the local model that is built."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ganglion.execute.models import named_parameters, tied_names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """The stages of a model: for each the names of its blocks; and who shares parameters.
+    """The stages of a model: the names of the blocks of each, and the parameters that several hold.
 
     `holders` gives, for each parameter that several stages hold, those stages, by its serial name.
     """

@@ -1,4 +1,8 @@
-"""From reduced gradients to new weights: precision, optimizers, clipping, tiers, versions."""
+"""Update: from reduced gradients to new weights and the result of a step.
+
+Precision, optimizers, clipping, tiers and weight versions live here. Forward, backward and
+schedules do not.
+"""
 
 from ganglion.execute.update.batch_end import (
     AveragedWeights,
