@@ -2,7 +2,7 @@
 
 Their activations are those of fp16 layers whose attention is not fused: 34 s h + 5 a s^2 bytes
 (2205.05198, equation 2), kept for one segment or layer, with the inputs of the others. The same
-numbers are held by `tests/pure/test_memory.py`.
+numbers are held by `tests/pure/costs/test_memory.py`.
 """
 
 from __future__ import annotations

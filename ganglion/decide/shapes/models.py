@@ -1,6 +1,6 @@
 """The blocks of any built-in model, from its shape.
 
-`tests/single/test_memory_model.py` compares the activations with those that autograd saved.
+`tests/single/models/test_memory_model.py` compares the activations with those that autograd saved.
 """
 
 from __future__ import annotations
