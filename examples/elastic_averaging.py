@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from ganglion.execute.averaging import ElasticAverage
+from ganglion import ElasticAverage
 
 STEPS = 300
 

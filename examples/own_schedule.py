@@ -9,10 +9,7 @@ cd examples && ganglion train --nproc 2 --parallel.pipe 2 --parallel.schedule ow
 import sys
 
 import ganglion
-from ganglion.decide.costs import StageTimes
-from ganglion.decide.schedules.pipeline import BUILT_IN, ListedSchedule, StageMap, rehearse
-from ganglion.decide.simulator import simulate
-from ganglion.trace import render_grid
+from ganglion import BUILT_IN, ListedSchedule, StageMap, StageTimes, rehearse, render_grid, simulate
 
 
 class Eager(ListedSchedule):

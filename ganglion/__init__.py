@@ -17,35 +17,120 @@ from typing import TYPE_CHECKING
 from ganglion.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ganglion.decide.costs import StageTimes
     from ganglion.decide.plan import Plan
     from ganglion.decide.predict import Prediction, predict
+    from ganglion.decide.schedules.pipeline import (
+        BUILT_IN,
+        ListedSchedule,
+        Registry,
+        StageMap,
+        rehearse,
+    )
+    from ganglion.decide.simulator import simulate
+    from ganglion.decide.topology import NORMAL, TRANSPOSED, ModelCuts, NormCut, read_launch
     from ganglion.errors import GanglionError
-    from ganglion.execute.train import Run, RunSettings, StepResult, parallelize
+    from ganglion.execute.averaging import ElasticAverage, diloco, local_sgd, slow_momentum
+    from ganglion.execute.models import InitialWeights
+    from ganglion.execute.tensor import TensorSettings
+    from ganglion.execute.train import (
+        ActivationSettings,
+        AveragingSettings,
+        Run,
+        RunSettings,
+        StepResult,
+        parallelize,
+        serve_centers,
+    )
+    from ganglion.execute.update import OffloadSettings
+    from ganglion.trace import Recorder, render_grid
 
 __version__ = "0.1.0"
 
+# All names that users import: rooms may move, these stay.
 __all__ = [
+    "BUILT_IN",
+    "NORMAL",
+    "TRANSPOSED",
+    "ActivationSettings",
+    "AveragingSettings",
+    "ElasticAverage",
     "GanglionError",
+    "InitialWeights",
+    "ListedSchedule",
+    "ModelCuts",
+    "NormCut",
+    "OffloadSettings",
     "Plan",
     "Prediction",
+    "Recorder",
+    "Registry",
     "Run",
     "RunSettings",
+    "StageMap",
+    "StageTimes",
     "StepResult",
+    "TensorSettings",
     "__version__",
+    "diloco",
+    "local_sgd",
     "parallelize",
     "predict",
+    "read_launch",
+    "rehearse",
+    "render_grid",
+    "serve_centers",
+    "simulate",
+    "slow_momentum",
 ]
 
-_HOME = {
-    "GanglionError": "errors",
-    "Plan": "decide.plan",
-    "Prediction": "decide.predict",
-    "Run": "execute.train",
-    "RunSettings": "execute.train",
-    "StepResult": "execute.train",
-    "parallelize": "execute.train",
-    "predict": "decide.predict",
+_NAMES_OF = {
+    "decide.costs": ("StageTimes",),
+    "decide.plan": ("Plan",),
+    "decide.predict": (
+        "Prediction",
+        "predict",
+    ),
+    "decide.schedules.pipeline": (
+        "BUILT_IN",
+        "ListedSchedule",
+        "Registry",
+        "StageMap",
+        "rehearse",
+    ),
+    "decide.simulator": ("simulate",),
+    "decide.topology": (
+        "NORMAL",
+        "TRANSPOSED",
+        "ModelCuts",
+        "NormCut",
+        "read_launch",
+    ),
+    "errors": ("GanglionError",),
+    "execute.averaging": (
+        "ElasticAverage",
+        "diloco",
+        "local_sgd",
+        "slow_momentum",
+    ),
+    "execute.models": ("InitialWeights",),
+    "execute.tensor": ("TensorSettings",),
+    "execute.train": (
+        "ActivationSettings",
+        "AveragingSettings",
+        "Run",
+        "RunSettings",
+        "StepResult",
+        "parallelize",
+        "serve_centers",
+    ),
+    "execute.update": ("OffloadSettings",),
+    "trace": (
+        "Recorder",
+        "render_grid",
+    ),
 }
+_HOME = {name: room for room, names in _NAMES_OF.items() for name in names}
 
 __getattr__ = lazy_names(__name__, _HOME)
 

@@ -4,6 +4,7 @@ Nothing else in the package imports it, except commands and what is public.
 """
 
 from ganglion.execute.train.async_workers import serve_centers, workers_of
+from ganglion.execute.train.averaged import AveragingSettings
 from ganglion.execute.train.job import (
     Job,
     build_blocks,
@@ -17,10 +18,12 @@ from ganglion.execute.train.observers import MemoryObserver, file_observers
 from ganglion.execute.train.parallelize import parallelize
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.saved import with_saved_cut
-from ganglion.execute.train.settings import RunSettings
+from ganglion.execute.train.settings import ActivationSettings, RunSettings
 from ganglion.execute.update import StepResult
 
 __all__ = [
+    "ActivationSettings",
+    "AveragingSettings",
     "Job",
     "MemoryObserver",
     "Observer",
