@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         parallelize,
         serve_centers,
     )
-    from ganglion.execute.update import OffloadSettings
     from ganglion.trace import Recorder, render_grid
 
 __version__ = "0.1.0"
@@ -60,7 +59,6 @@ __all__ = [
     "ListedSchedule",
     "ModelCuts",
     "NormCut",
-    "OffloadSettings",
     "Plan",
     "Prediction",
     "Recorder",
@@ -124,7 +122,6 @@ _NAMES_OF = {
         "parallelize",
         "serve_centers",
     ),
-    "execute.update": ("OffloadSettings",),
     "trace": (
         "Recorder",
         "render_grid",

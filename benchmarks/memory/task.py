@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from ganglion.execute.models import GPT, cross_entropy
 from ganglion.execute.offload import DiskTier
 from ganglion.execute.offload.tiers import page_buffer
 from ganglion.execute.train import Run
-from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.units import MIB
 
 CPU = torch.device("cpu")
@@ -76,11 +75,8 @@ def make_run(task: StateTask, plan: Plan) -> Run:
         GPT(task.shape()),
         cross_entropy,
         make_optimizer,
-        plan,
-        RunSettings(
-            keep_freed=False,
-            offload=OffloadSettings(folder=Path(task.folder), bucket_size=task.bucket_size),
-        ),
+        replace(plan, bucket_size=task.bucket_size),
+        RunSettings(keep_freed=False, offload_dir=Path(task.folder)),
         world=torch_world(dist.get_rank(), plan.mesh(), timeout_s=300),
         device=CPU,
     )

@@ -67,6 +67,11 @@ class Plan:
     `schedule` is a name, an alias or "package.module:name" of your own. `limit`, `extra`, `chunks`
     and `priority` are its options; 0 and "" leave them to the schedule. `recompute_blocks` has the
     segments of recompute "blocks", such as "3" or "4-6"; the last block is one of them.
+
+    `overlap` lets reductions and the collectives of split layers run while something computes.
+    Weights stay gathered along z with `keep_gathered`, or as many as fit into `keep_gathered_mib`;
+    with `share_pieces`, ranks along z of one host gather nothing. Gradients are reduced in buckets
+    of `bucket_mib`; offloaded state moves in buckets of `bucket_size` elements.
     """
 
     data: int = 1
@@ -93,6 +98,12 @@ class Plan:
     offload_activations: str = "none"
     averaging: str = NO_AVERAGING
     servers: int = 0
+    overlap: bool = True
+    keep_gathered: bool = False
+    keep_gathered_mib: float = 0.0
+    share_pieces: bool = True
+    bucket_mib: float = 25.0
+    bucket_size: int = 4194304
 
     def __post_init__(self) -> None:
         self.mesh()
@@ -117,6 +128,7 @@ class Plan:
                     f"one of them (of a plan: {key})"
                 )
         self._check_recompute()
+        self._check_traffic()
         if self.averaging not in AVERAGINGS:
             raise ConfigError(
                 f"averaging.method = {self.averaging!r} is not one of {list(AVERAGINGS)}: choose "
@@ -145,6 +157,17 @@ class Plan:
                 f"{self.activation_mib}: set it to the MiB that activations of a rank may take"
             )
         self.recompute_spans()
+
+    def _check_traffic(self) -> None:
+        if self.keep_gathered and self.keep_gathered_mib:
+            raise ConfigError(
+                f"parallel.keep_gathered = true keeps all gathered weights, but parallel."
+                f"keep_gathered_mib = {self.keep_gathered_mib:g} only some: leave one out"
+            )
+        for key in ("parallel.bucket_mib", "memory.bucket_size"):
+            value = getattr(self, key.partition(".")[2])
+            if value <= 0:
+                raise ConfigError(f"{key} = {value} is not a size: use a number above 0")
 
     def recompute_spans(self) -> tuple[range, ...]:
         """Return the segments of recompute "blocks", as numbers of blocks."""

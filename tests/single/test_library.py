@@ -33,15 +33,38 @@ def dataset(size: int = 20) -> torch.utils.data.TensorDataset:
 
 def test_the_surface_is_pinned() -> None:
     assert ganglion.__all__ == [
+        "BUILT_IN",
+        "NORMAL",
+        "TRANSPOSED",
+        "ActivationSettings",
+        "AveragingSettings",
+        "ElasticAverage",
         "GanglionError",
+        "InitialWeights",
+        "ListedSchedule",
+        "ModelCuts",
+        "NormCut",
         "Plan",
         "Prediction",
+        "Recorder",
+        "Registry",
         "Run",
         "RunSettings",
+        "StageMap",
+        "StageTimes",
         "StepResult",
+        "TensorSettings",
         "__version__",
+        "diloco",
+        "local_sgd",
         "parallelize",
         "predict",
+        "read_launch",
+        "rehearse",
+        "render_grid",
+        "serve_centers",
+        "simulate",
+        "slow_momentum",
     ]
     assert dir(ganglion) == sorted(ganglion.__all__)
     for name in ganglion.__all__:

@@ -19,7 +19,6 @@ from ganglion.execute.update.masters import MasterUpdate
 from ganglion.execute.update.offloaded import (
     OffloadedMasterUpdate,
     OffloadedUpdate,
-    OffloadSettings,
     StateOnTier,
     masters_on_tier,
 )
@@ -173,7 +172,8 @@ class Offloaded:
         return StateOnTier(
             parameters,
             self.tier,
-            OffloadSettings(folder=self.folder, bucket_size=self.bucket_size),
+            self.folder,
+            self.bucket_size,
             torch.device("cpu"),
             self.recorder,
             self.timeout_s,

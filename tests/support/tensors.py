@@ -159,10 +159,9 @@ class Task:
             self.blocks(),
             self.loss_fn,
             partial(torch.optim.AdamW, lr=1e-2),
-            plan,
+            dataclasses.replace(plan, bucket_mib=0.002),
             RunSettings(
                 max_grad_norm=self.max_grad_norm,
-                bucket_mib=0.002,
                 cuts=self.cuts,
                 tensor=self.tensor,
             ),

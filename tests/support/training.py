@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.train import Run
 from ganglion.execute.train.averaged import AveragingSettings
 from ganglion.execute.train.settings import ActivationSettings
-from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.execute.update.optimizers import NamedParameters, OptimizerFactory, optimizer_factory
 from ganglion.trace import Event, Recorder
 from tests.support.serial import Batch, History, assert_same_gradients, copies, train_serially
@@ -79,7 +79,8 @@ class Case:
     bucket_mib: float = 0.002  # small, so that a small model still has several buckets
     tensor: TensorSettings | None = None
     averaging: AveragingSettings | None = None
-    offload: OffloadSettings | None = None
+    offload_dir: Path = Path()
+    bucket_size: int = 2**22  # of offloaded state
     activations: ActivationSettings | None = None
 
 
@@ -163,15 +164,18 @@ def make_run(
         make_model(case, seed),
         cross_entropy,
         watch or FACTORIES[case.optimizer],
-        plan,
+        replace(
+            plan,
+            overlap=case.overlap,
+            bucket_mib=case.bucket_mib,
+            bucket_size=case.bucket_size,
+        ),
         RunSettings(
             max_grad_norm=case.max_grad_norm,
             error_feedback=case.error_feedback,
-            overlap=case.overlap,
-            bucket_mib=case.bucket_mib,
             tensor=case.tensor,
             averaging=case.averaging,
-            offload=case.offload,
+            offload_dir=case.offload_dir,
             activations=case.activations,
         ),
         world=world,
@@ -231,7 +235,8 @@ def in_one_process(case: Case) -> Case:
         bucket_mib=0.0,
         tensor=None,
         averaging=None,
-        offload=None,
+        offload_dir=Path(),
+        bucket_size=0,
         activations=None,
     )
 

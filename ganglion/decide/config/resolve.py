@@ -53,6 +53,12 @@ def resolve(run: RunFile, num_processes: int | None = None) -> Plan:
         offload=run.memory.offload,
         averaging=run.averaging.method,
         servers=run.averaging.servers,
+        overlap=run.parallel.overlap,
+        keep_gathered=run.parallel.keep_gathered,
+        keep_gathered_mib=run.parallel.keep_gathered_mib,
+        share_pieces=run.parallel.share_pieces,
+        bucket_mib=run.parallel.bucket_mib,
+        bucket_size=run.memory.bucket_size,
     )
     _check(run, plan)
     return plan

@@ -17,7 +17,7 @@ from typing import Any
 from ganglion.decide.config.schema import ModelSection, RunFile
 from ganglion.decide.plan import Plan
 from ganglion.decide.shapes import CONV_CHANNELS, CONV_WIDTHS
-from ganglion.errors import ConfigError, LayoutError
+from ganglion.errors import LayoutError
 
 
 def check_divides(key: str, size: int, axis: str, parts: int) -> None:
@@ -31,11 +31,6 @@ def check_divides(key: str, size: int, axis: str, parts: int) -> None:
 
 def check_tensor_axes(run: RunFile, plan: Plan) -> None:
     """Refuse tensor axes that the model's sizes do not fit."""
-    if run.parallel.keep_gathered and run.parallel.keep_gathered_mib:
-        raise ConfigError(
-            f"parallel.keep_gathered = true keeps all gathered weights, but parallel."
-            f"keep_gathered_mib = {run.parallel.keep_gathered_mib:g} only some: leave one out"
-        )
     if plan.x * plan.y * plan.z == 1:
         return
     if run.model.build == BUILDER:

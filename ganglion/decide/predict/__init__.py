@@ -6,7 +6,7 @@ Everything here returns records. Printing belongs to cli, and nothing is launche
 from ganglion.decide.predict.budget import Fit, decide_activations, fit_budget
 from ganglion.decide.predict.comparison import Comparison, compare
 from ganglion.decide.predict.measured_memory import RankMemory, read_memory, write_memory
-from ganglion.decide.predict.memory import MemoryOptions, predicted_memory, server_memory
+from ganglion.decide.predict.memory import predicted_memory, server_memory, state_rules
 from ganglion.decide.predict.prediction import (
     MemoryFigures,
     MemoryRow,
@@ -28,7 +28,6 @@ __all__ = [
     "Comparison",
     "Fit",
     "MemoryFigures",
-    "MemoryOptions",
     "MemoryRow",
     "Prediction",
     "RankMemory",
@@ -47,5 +46,6 @@ __all__ = [
     "read_memory",
     "read_source",
     "server_memory",
+    "state_rules",
     "write_memory",
 ]

@@ -27,10 +27,10 @@ from ganglion.decide.config import MemorySection, RunFile, expected_shape, own_c
 from ganglion.decide.costs import choose_recomputed, written
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict.memory import (
-    MemoryOptions,
     planned_boundaries,
     planned_stages,
     predicted_memory,
+    state_rules,
 )
 from ganglion.errors import ConfigError
 from ganglion.units import GIB, MIB, format_bytes
@@ -115,7 +115,7 @@ def _fit(run: RunFile, choice: Choice, make_plan: MakePlan) -> Fit | None:
     shape = expected_shape(run)
     if plan.pipe > 1 and not plan.stage_boundaries:
         plan = replace(plan, stage_boundaries=planned_boundaries(shape, plan))
-    held = predicted_memory(shape, plan, MemoryOptions.of(changed))
+    held = predicted_memory(shape, plan, state_rules(changed))
     totals = [memory.total for memory in held]
     pipe = totals.index(max(totals))
     mesh = plan.mesh()

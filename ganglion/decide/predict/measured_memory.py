@@ -14,7 +14,7 @@ from pathlib import Path
 from ganglion.decide.config import MEMORY_FILE, RunFile
 from ganglion.decide.costs import CATEGORIES, Memory
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict.memory import MemoryOptions, predicted_memory
+from ganglion.decide.predict.memory import predicted_memory, state_rules
 from ganglion.decide.shapes import ModelShape
 
 # The rest of a peak is known as a sum only.
@@ -88,8 +88,8 @@ def _predicted(file: RunFile, plan: Plan, shape: ModelShape | None) -> Sequence[
     mesh = plan.mesh()
     if shape is None:
         return [None] * mesh.num_ranks
-    options, places = MemoryOptions.of(file), map(mesh.coordinates, range(mesh.num_ranks))
-    by_worker = [predicted_memory(shape, plan, options, worker) for worker in range(plan.data)]
+    rules, places = state_rules(file), map(mesh.coordinates, range(mesh.num_ranks))
+    by_worker = [predicted_memory(shape, plan, rules, worker) for worker in range(plan.data)]
     return [by_worker[at.data][at.pipe] for at in places]
 
 

@@ -9,7 +9,7 @@ All ranks of a pipe coordinate hold the same: x, y and z cut equal pieces, data 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ganglion.decide.config import RunFile
@@ -51,37 +51,17 @@ _FLOAT = 4  # bytes
 _PAGE_BYTES = 4096  # by which the room of a bucket is larger, to begin on a page
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOptions:
-    """Options that are not in a plan: how parameters are kept, gathered and reduced."""
-
-    rules: StateRules = field(default_factory=StateRules)
-    keep_gathered: bool = False
-    keep_bytes: int = 0
-    overlap: bool = True
-    bucket_mib: float = 25.0
-    bucket_size: int = 2**22
-
-    @classmethod
-    def of(cls, run: RunFile) -> MemoryOptions:
-        """Return the options of a run file."""
-        rules = StateRules(
-            optimizer=run.optimizer.name,
-            has_momentum=run.optimizer.momentum > 0,
-            error_feedback=run.optimizer.error_feedback,
-        )
-        return cls(
-            rules=rules,
-            keep_gathered=run.parallel.keep_gathered,
-            keep_bytes=int(run.parallel.keep_gathered_mib * MIB),
-            overlap=run.parallel.overlap,
-            bucket_mib=run.parallel.bucket_mib,
-            bucket_size=run.memory.bucket_size,
-        )
+def state_rules(run: RunFile) -> StateRules:
+    """Return how the optimizer of a run file keeps parameters."""
+    return StateRules(
+        optimizer=run.optimizer.name,
+        has_momentum=run.optimizer.momentum > 0,
+        error_feedback=run.optimizer.error_feedback,
+    )
 
 
 def predicted_memory(
-    shape: ModelShape, plan: Plan, options: MemoryOptions, worker: int = 0
+    shape: ModelShape, plan: Plan, rules: StateRules, worker: int = 0
 ) -> list[Memory]:
     """Return the memory of a rank of each pipe coordinate at its worst.
 
@@ -89,12 +69,12 @@ def predicted_memory(
     Under elastic averaging, it is that of a `worker`; none holds more than the first.
     """
     model = _Model(shape, plan)
-    return [model.rank_memory(rank, options, worker) for rank in range(plan.pipe)]
+    return [model.rank_memory(rank, rules, worker) for rank in range(plan.pipe)]
 
 
-def server_memory(shape: ModelShape, plan: Plan, options: MemoryOptions) -> Memory:
+def server_memory(shape: ModelShape, plan: Plan, rules: StateRules) -> Memory:
     """Return the memory of one server process of a plan: its part of every rank's centre."""
-    ranks = predicted_memory(shape, plan, options)
+    ranks = predicted_memory(shape, plan, rules)
     held = sum(rank.weights for rank in ranks) * plan.x * plan.y * plan.z
     part = -(-held // plan.servers)
     return Memory(center=server_copies(plan) * part, communication=plan.data * part)
@@ -152,43 +132,42 @@ class _Model:
             first_blocks=tuple(self.edges[stage][0] for stage in holding.stages),
         )
 
-    def rank_memory(self, rank: int, options: MemoryOptions, worker: int) -> Memory:
+    def rank_memory(self, rank: int, rules: StateRules, worker: int) -> Memory:
         holding = self.holdings[rank]
         rules = replace(
-            options.rules,
+            rules,
             num_versions=holding.num_versions,
-            formats=MIXED if self._plan.has_masters else options.rules.formats,
+            formats=MIXED if self._plan.has_masters else rules.formats,
         )
         parameters = [p for stage in holding.stages for p in self._parameters_of(holding, stage)]
+        keep_bytes = int(self._plan.keep_gathered_mib * MIB)
         sizes = gathered_blocks(parameters, self._mesh, self._plan.precision)
         gathered = gathered_memory(
             parameters,
             self._mesh,
-            keep_gathered=options.keep_gathered or kept_within(sizes, options.keep_bytes),
-            overlap=options.overlap,
+            keep_gathered=self._plan.keep_gathered or kept_within(sizes, keep_bytes),
+            overlap=self._plan.overlap,
             precision=self._plan.precision,
         )
         state = state_memory(parameters, self._mesh, rules)
         if self._plan.offload != "none":
-            in_flight = sum(self._bucket_bytes(holding, stage, options) for stage in holding.stages)
+            in_flight = sum(self._bucket_bytes(holding, stage, rules) for stage in holding.stages)
             state = moved_to_tier(state, parameters, self._mesh, rules, in_flight)
         state = replace(
             state,
             center=center_copies(self._plan, worker) * state.weights,
             communication=arriving_copies(self._plan, worker) * state.weights,
         )
-        return state + gathered + self._working_memory(rank, parameters, options)
+        return state + gathered + self._working_memory(rank, parameters)
 
-    def _working_memory(
-        self, rank: int, parameters: Sequence[Parameter], options: MemoryOptions
-    ) -> Memory:
+    def _working_memory(self, rank: int, parameters: Sequence[Parameter]) -> Memory:
         holding, plan = self.holdings[rank], self._plan
         stages = [self._stage(stage, holding) for stage in holding.stages]
         offloaded = plan.offload_activations != "none"
         working = activation_memory(stages, holding.alive, offloaded=offloaded)
         flushes = planned_schedule(plan, rank).flushes
         if plan.pipe > 1 or not flushes or plan.x * plan.y * plan.z > 1:
-            bucket_size = self._largest_bucket(parameters, options.bucket_mib)
+            bucket_size = self._largest_bucket(parameters)
             working = with_norm(working, bucket_size, flushes=flushes)
         working = self._with_tied_gradient(self._with_widening(working), holding)
         num_batches = 1 if flushes else 2  # the next one enters before the last is done
@@ -200,16 +179,16 @@ class _Model:
         blocks, has_first = self._parameters[slice(*self.edges[stage])], 0 in holding.stages
         return [p for block in blocks for p in block if not (p.is_tied and has_first)]
 
-    def _bucket_bytes(self, holding: Holding, stage: int, options: MemoryOptions) -> int:
+    def _bucket_bytes(self, holding: Holding, stage: int, rules: StateRules) -> int:
         """Return the bytes of a stage's update buckets in flight: a room for each entry.
 
         Three slots take turns; wide gradients have a room of their own.
         """
         parameters = self._parameters_of(holding, stage)[::-1]
         sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
-        entries = [state_entries(parameter, options.rules) for parameter in parameters]
-        whole = [not (options.rules.optimizer == "muon" and p.in_muon) for p in parameters]
-        buckets = cut_update(sizes, whole, [0] * len(sizes), options.bucket_size)
+        entries = [state_entries(parameter, rules) for parameter in parameters]
+        whole = [not (rules.optimizer == "muon" and p.in_muon) for p in parameters]
+        buckets = cut_update(sizes, whole, [0] * len(sizes), self._plan.bucket_size)
         slots: dict[int, set[str]] = {}
         for number, bucket in enumerate(buckets):
             used = {entry for part in bucket.slices for entry in entries[part.member]}
@@ -238,12 +217,12 @@ class _Model:
         before = next(one for one in self.holdings if stage - 1 in one.stages)
         return max(1, before.most_alive(stage - 1) - holding.most_alive(stage))
 
-    def _largest_bucket(self, parameters: Sequence[Parameter], bucket_mib: float) -> int:
+    def _largest_bucket(self, parameters: Sequence[Parameter]) -> int:
         """Return the elements of the largest bucket: full, or one parameter larger than that."""
         sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
         if self._plan.has_masters:
             return sum(sizes)  # gradients in half are not in buckets
-        return min(sum(sizes), max([int(bucket_mib * MIB) // _FLOAT, *sizes]))
+        return min(sum(sizes), max([int(self._plan.bucket_mib * MIB) // _FLOAT, *sizes]))
 
     def _with_tied_gradient(self, working: Memory, holding: Holding) -> Memory:
         """Return the same with room for the gradients of a weight that two blocks of a stage use.

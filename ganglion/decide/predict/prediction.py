@@ -23,10 +23,10 @@ from ganglion.decide.config import (
     read_toml,
     resolve,
 )
-from ganglion.decide.costs import CATEGORIES, Cluster, Memory, find_cluster
+from ganglion.decide.costs import CATEGORIES, Cluster, Memory, StateRules, find_cluster
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict.budget import decide_activations, fit_budget
-from ganglion.decide.predict.memory import MemoryOptions, predicted_memory, server_memory
+from ganglion.decide.predict.memory import predicted_memory, server_memory, state_rules
 from ganglion.decide.predict.step_time import (
     StepFigures,
     StepSetting,
@@ -214,7 +214,7 @@ def predict_memory(run: RunFile, plan: Plan, cluster: Cluster | None = None) -> 
     shape = expected_shape(run)
     if isinstance(shape, GPTShape):
         check_vocabulary(shape.vocab_size, plan)
-    rows = _rows(shape, plan, MemoryOptions.of(run))
+    rows = _rows(shape, plan, state_rules(run))
     worst = max(row.total_bytes for row in rows)
     key, budget_bytes = _budget(run, cluster)
     return MemoryFigures(
@@ -238,13 +238,13 @@ def _budget(run: RunFile, cluster: Cluster | None) -> tuple[str | None, int | No
     return "memory_gib", round(cluster.compute.memory_gib * GIB)
 
 
-def _rows(shape: ModelShape, plan: Plan, options: MemoryOptions) -> list[MemoryRow]:
+def _rows(shape: ModelShape, plan: Plan, rules: StateRules) -> list[MemoryRow]:
     """Return a row for every different memory, in the order of the pipeline; servers come last.
 
     Only the first worker may differ from the others: it may serve their centre.
     """
     mesh = plan.mesh()
-    kinds = [predicted_memory(shape, plan, options, worker) for worker in range(min(2, plan.data))]
+    kinds = [predicted_memory(shape, plan, rules, worker) for worker in range(min(2, plan.data))]
     coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
     held = [kinds[min(at.data, len(kinds) - 1)][at.pipe] for at in coordinates]
     order = list(dict.fromkeys(memory for kind in kinds for memory in kind))
@@ -254,7 +254,7 @@ def _rows(shape: ModelShape, plan: Plan, options: MemoryOptions) -> list[MemoryR
     ]
     if plan.servers:
         servers = list(range(mesh.num_ranks, plan.num_ranks))
-        rows.append(_row(server_memory(shape, plan, options), servers, ()))
+        rows.append(_row(server_memory(shape, plan, rules), servers, ()))
     return rows
 
 

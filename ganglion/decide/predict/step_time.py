@@ -109,7 +109,7 @@ def _model_times(run: RunFile, plan: Plan, cluster: Cluster, source: str) -> lis
     times = stage_times(blocks, plan, cluster, held)
     if plan.x * plan.y * plan.z == 1:
         return times
-    layers, overlap = layers_of(shape, plan.microbatch_size), _overlap(run, plan)
+    layers, overlap = layers_of(shape, plan.microbatch_size), _overlap(plan)
     return [
         with_collectives(
             one,
@@ -123,14 +123,13 @@ def _model_times(run: RunFile, plan: Plan, cluster: Cluster, source: str) -> lis
     ]
 
 
-def _overlap(run: RunFile, plan: Plan) -> TensorOverlap:
-    parallel = run.parallel
+def _overlap(plan: Plan) -> TensorOverlap:
     return TensorOverlap(
-        all_reduce=parallel.overlap,
-        reduce_scatter=parallel.overlap,
-        all_gather=parallel.overlap,
-        keep_gathered=parallel.keep_gathered,
-        keep_bytes=int(parallel.keep_gathered_mib * MIB),
+        all_reduce=plan.overlap,
+        reduce_scatter=plan.overlap,
+        all_gather=plan.overlap,
+        keep_gathered=plan.keep_gathered,
+        keep_bytes=int(plan.keep_gathered_mib * MIB),
         late_sums=plan.pipe > 1,
     )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ganglion.decide.plan import Plan
 from ganglion.decide.topology import Coordinates, Mesh
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.execute.comm import Group, World, labelled
 from ganglion.execute.tensor.tuning import Tuner
+from ganglion.units import MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,18 @@ class TensorSettings:
                 f"keep_gathered = {self.keep_gathered}, keep_names = {self.keep_names} and "
                 f"keep_bytes = {self.keep_bytes} each say what is kept: set one of them"
             )
+
+    @classmethod
+    def of(cls, plan: Plan) -> TensorSettings:
+        """Return the settings of a plan."""
+        return cls(
+            overlap_all_reduce=plan.overlap,
+            overlap_reduce_scatter=plan.overlap,
+            overlap_all_gather=plan.overlap,
+            keep_gathered=plan.keep_gathered,
+            keep_bytes=int(plan.keep_gathered_mib * MIB),
+            share_pieces=plan.share_pieces,
+        )
 
 
 WITHOUT_OVERLAP = TensorSettings(

@@ -45,15 +45,13 @@ from ganglion.execute.models import (
     named_parameters,
     outline_model,
 )
-from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.train.async_workers import store_of
 from ganglion.execute.train.averaged import AveragingSettings
 from ganglion.execute.train.parallelize import parallelize
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.settings import ActivationSettings, RunSettings
-from ganglion.execute.update import OffloadSettings, optimizer_factory, warmup_cosine
+from ganglion.execute.update import optimizer_factory, warmup_cosine
 from ganglion.trace import Recorder
-from ganglion.units import MIB
 
 SYNTHETIC_VOCAB_SIZE = 256
 # Whether samples are token ids; unknown for a data set of the user's own.
@@ -207,22 +205,12 @@ def parallelize_file(
                 decay=file.optimizer.schedule == "cosine",
             ),
             seed=file.train.seed,
-            overlap=file.parallel.overlap,
-            tensor=TensorSettings(
-                overlap_all_reduce=file.parallel.overlap,
-                overlap_reduce_scatter=file.parallel.overlap,
-                overlap_all_gather=file.parallel.overlap,
-                keep_gathered=file.parallel.keep_gathered,
-                keep_bytes=int(file.parallel.keep_gathered_mib * MIB),
-                share_pieces=file.parallel.share_pieces,
-            ),
-            bucket_mib=file.parallel.bucket_mib,
             timeout_s=file.train.timeout_s,
             sample=sample,
             initial=initial,
             averaging=_met(_averaging(file.averaging), plan, launch, file.train.timeout_s),
             keep_freed=file.memory.device_gib == 0,
-            offload=OffloadSettings(folder=scratch, bucket_size=file.memory.bucket_size),
+            offload_dir=scratch,
             activations=ActivationSettings(folder=scratch),
         ),
         world=world,

@@ -57,7 +57,6 @@ from ganglion.execute.train.run import Run
 from ganglion.execute.train.settings import ActivationSettings, RunSettings
 from ganglion.execute.update import (
     GradientPolicy,
-    OffloadSettings,
     OptimizerFactory,
     RateSetter,
     UpdateFactory,
@@ -102,7 +101,7 @@ def parallelize(
         recorder=recorder,
         stream=_stream(settings.seed, world, plan),
         autocast=lambda: autocast(plan.precision, device),
-        bucket_bytes=int(settings.bucket_mib * MIB),
+        bucket_bytes=int(plan.bucket_mib * MIB),
         max_grad_norm=settings.max_grad_norm,
         error_feedback=settings.error_feedback,
         timeout_s=settings.timeout_s,
@@ -113,7 +112,7 @@ def parallelize(
         updates=UpdateFactory(
             plan=plan,
             optimizer_factory=optimizer_factory,
-            offload=settings.offload or OffloadSettings(),
+            offload_dir=settings.offload_dir,
             device=device,
             recorder=recorder,
             timeout_s=settings.timeout_s,
@@ -122,11 +121,12 @@ def parallelize(
     )
     _same_start(context)
     context = dataclasses.replace(context, costs=_costs(context, settings.sample))
-    context, splitting = split_blocks(context, settings.cuts, settings.tensor or TensorSettings())
+    tensor = settings.tensor or TensorSettings.of(plan)
+    context, splitting = split_blocks(context, settings.cuts, tensor)
     _tune_heap(plan, settings.keep_freed)
     context, scaling = _in_precision(context, splitting)
     rate = RateSetter(settings.lr_factor)
-    local = _build(context, splitting, rate, settings.overlap)
+    local = _build(context, splitting, rate)
     all_are_made(plan, world, averages.settings)
     return _joined(context, splitting, local, averages, scaling, settings.seed)
 
@@ -242,15 +242,13 @@ def _stream(seed: int, world: World, plan: Plan) -> RandomStream:
     return RandomStream(seed, share_index(world.coordinates, world.mesh) * plan.num_microbatches)
 
 
-def _build(
-    context: BuildContext, splitting: Splitting, rate: RateSetter, overlap: bool
-) -> LocalModel:
+def _build(context: BuildContext, splitting: Splitting, rate: RateSetter) -> LocalModel:
     """Return this rank's part of the model: a whole replica, or stages of a pipeline."""
     plan = context.plan
     context = dataclasses.replace(context, among=step_group(context.world, plan))
     # One stage that flushes is plain training; one that does not has a delay of its own.
     if plan.pipe == 1 and planned_schedule(plan, 0, context.schedules).flushes:
-        local = build_replica(context, splitting, rate, overlap)
+        local = build_replica(context, splitting, rate)
     else:
         local = build_pipeline(context, splitting, rate)  # its reductions always overlap
     rate.take([optimizer for update in local.updates for optimizer in update.optimizers])

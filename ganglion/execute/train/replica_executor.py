@@ -234,9 +234,7 @@ class ReplicaExecutor:
         )
 
 
-def build_replica(
-    context: BuildContext, splitting: Splitting, rate: RateSetter, overlap: bool
-) -> LocalModel:
+def build_replica(context: BuildContext, splitting: Splitting, rate: RateSetter) -> LocalModel:
     """Build the whole model on this rank; all ranks do so at the same time."""
     make_blocks_real(context, splitting, context.blocks)
     parameters = named_parameters(context.blocks)
@@ -249,7 +247,7 @@ def build_replica(
         splitting.reach,
         context.recorder,
         bucket_bytes=context.bucket_bytes,
-        overlap=overlap,
+        overlap=context.plan.overlap,
         late=splitting.weights,
     )
     update = context.updates.make(stored, reducer.buckets)

@@ -13,7 +13,7 @@ from ganglion.execute.models import InitialWeights
 from ganglion.execute.offload import MIN_BYTES
 from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.train.averaged import AveragingSettings
-from ganglion.execute.update import LrFactor, OffloadSettings, constant
+from ganglion.execute.update import LrFactor, constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +35,15 @@ class RunSettings:
     Blocks: those on the meta device need `initial` weights, of which every rank makes its own
     piece; others begin as on rank 0. With a `sample`, one microbatch, stages are cut by measured
     times; without, by their weights. `cuts` say how to split a model over tensor axes; known models
-    need none, and linear layers of others take and return whole activations. `tensor` switches
-    overlaps of split layers.
+    need none, and linear layers of others take and return whole activations. `tensor` are the
+    settings of split layers, if not those of the plan.
 
-    Schedule and messages: `schedules` knows the plan's schedule by name. Gradients are reduced in
-    buckets of `bucket_mib`, during backward with `overlap`. A rank is lost after `timeout_s` of
-    silence.
+    Schedule and messages: `schedules` knows the plan's schedule by name. A rank is lost after
+    `timeout_s` of silence.
 
-    Averaging and memory: `averaging` says how the workers of a plan with averaging exchange,
-    `offload` and `activations` where a plan puts optimizer state and activations. With
-    `keep_freed`, freed host memory stays with the process, which is faster.
+    Averaging and memory: `averaging` says how the workers of a plan with averaging exchange. A plan
+    with the tier "disk" keeps optimizer state in a file in `offload_dir`, and `activations` as they
+    say. With `keep_freed`, freed host memory stays with the process, which is faster.
     """
 
     max_grad_norm: float = 0.0
@@ -58,11 +57,9 @@ class RunSettings:
     tensor: TensorSettings | None = None
 
     schedules: Registry = BUILT_IN
-    overlap: bool = True
-    bucket_mib: float = 25.0
     timeout_s: float = 300.0
 
     averaging: AveragingSettings | None = None
-    offload: OffloadSettings | None = None
+    offload_dir: Path = field(default_factory=Path)
     activations: ActivationSettings | None = None
     keep_freed: bool = True

@@ -10,7 +10,6 @@ from ganglion.execute.update.batch_end import (
     BatchEnd,
     StepResult,
 )
-from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.execute.update.optimizers import (
     LrFactor,
     OptimizerFactory,
@@ -35,7 +34,6 @@ __all__ = [
     "GradientDecision",
     "GradientPolicy",
     "LrFactor",
-    "OffloadSettings",
     "OptimizerFactory",
     "RateSetter",
     "SplitMatrices",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -49,15 +48,6 @@ from ganglion.trace import Recorder
 from ganglion.units import MIB
 
 logger = logging.getLogger(__name__)
-BUCKET_SIZE = 4 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadSettings:
-    """How state is moved: where files of the disk tier go, and the elements of one bucket."""
-
-    folder: Path = field(default_factory=Path)
-    bucket_size: int = BUCKET_SIZE
 
 
 class StateOnTier(ResidentState):
@@ -69,24 +59,28 @@ class StateOnTier(ResidentState):
         self,
         parameters: Mapping[str, nn.Parameter],
         tier: str,
-        settings: OffloadSettings,
+        folder: Path,
+        bucket_size: int,
         device: torch.device,
         recorder: Recorder,
         timeout_s: float,
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Open the tier for trainable `parameters`; `dtype` is that of the state, if not theirs."""
+        """Open the tier for trainable `parameters`, moved in buckets of `bucket_size` elements.
+
+        The disk tier has its file in `folder`. `dtype` is that of the state, if not theirs.
+        """
         self.names = list(parameters)[::-1]
         self.members = [
             Member(name, tuple(parameters[name].shape), dtype or parameters[name].dtype)
             for name in self.names
         ]
         self.device = device
-        self._settings = settings
+        self._bucket_size = bucket_size
         self._recorder = recorder
         self._timeout_s = timeout_s
-        self.store = StateStore(open_tier(tier, settings.folder, device), self.members)
+        self.store = StateStore(open_tier(tier, folder, device), self.members)
 
     def carry(
         self,
@@ -106,7 +100,7 @@ class StateOnTier(ResidentState):
             [templates[name] for name in self.names],
             self.store,
             weights,
-            self._settings.bucket_size,
+            self._bucket_size,
             self.device,
         )
         needed = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,7 +19,6 @@ from ganglion.execute.update.masters import MasterUpdate
 from ganglion.execute.update.offloaded import (
     OffloadedMasterUpdate,
     OffloadedUpdate,
-    OffloadSettings,
     StateOnTier,
     masters_on_tier,
 )
@@ -44,7 +44,7 @@ class UpdateFactory:
 
     plan: Plan
     optimizer_factory: OptimizerFactory
-    offload: OffloadSettings
+    offload_dir: Path
     device: torch.device
     recorder: Recorder
     timeout_s: float
@@ -89,7 +89,8 @@ class UpdateFactory:
         return StateOnTier(
             trainable,
             self.plan.offload,
-            self.offload,
+            self.offload_dir,
+            self.plan.bucket_size,
             self.device,
             self.recorder,
             self.timeout_s,

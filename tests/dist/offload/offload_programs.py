@@ -14,7 +14,6 @@ from torch import nn
 
 from ganglion import Plan, Run, RunSettings, parallelize
 from ganglion.errors import OffloadError
-from ganglion.execute.update.offloaded import OffloadSettings
 
 WIDTH = 96
 NUM_STEPS = 6
@@ -30,8 +29,8 @@ def make_run(folder: Path, offload: str = "disk") -> Run:
         blocks,
         nn.functional.cross_entropy,
         lambda named: torch.optim.AdamW(named, lr=1e-2, fused=True),
-        Plan(microbatch_size=4, offload=offload, precision="bf16_master"),
-        RunSettings(offload=OffloadSettings(folder=folder, bucket_size=4096)),
+        Plan(microbatch_size=4, offload=offload, precision="bf16_master", bucket_size=4096),
+        RunSettings(offload_dir=folder),
     )
 
 

@@ -15,9 +15,9 @@ from ganglion.decide.config import RunFile, expected_shape, load_run_file, resol
 from ganglion.decide.costs import RankBlocks, StageBlocks, activation_memory, choose_recomputed
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict import (
-    MemoryOptions,
     decide_activations,
     predicted_memory,
+    state_rules,
 )
 from ganglion.decide.shapes import BlockActivations
 from ganglion.errors import ConfigError
@@ -40,7 +40,7 @@ def run_file(activation_mib: float = 0, **more: dict[str, Any]) -> RunFile:
 
 
 def needs(run: RunFile, plan: Plan) -> list[float]:
-    held = predicted_memory(expected_shape(run), plan, MemoryOptions.of(run))
+    held = predicted_memory(expected_shape(run), plan, state_rules(run))
     return [(one.activations + one.recomputed) / MIB for one in held]
 
 

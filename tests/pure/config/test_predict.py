@@ -11,11 +11,11 @@ from ganglion.decide.config import RunFile, expected_shape, load_run_file, read_
 from ganglion.decide.costs import CATEGORIES, find_cluster, read_cluster
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict import (
-    MemoryOptions,
     StepSetting,
     planned_times,
     predict_step,
     predicted_memory,
+    state_rules,
 )
 from ganglion.errors import ConfigError, LayoutError
 
@@ -57,7 +57,7 @@ def test_a_run_file_is_predicted_as_its_halves_are(folder: Path) -> None:
     assert (found.plan, found.step, found.step_s) == (plan, step, step.step_s)
     assert 0 < found.idle_share == step.bubble < 1
     assert {event.kind for event in events} >= {"forward", "backward", "update"}
-    held = predicted_memory(expected_shape(run), plan, MemoryOptions.of(run))
+    held = predicted_memory(expected_shape(run), plan, state_rules(run))
     assert found.memory_by_rank is not None
     assert len(found.memory_by_rank) == plan.num_ranks
     for rank, sizes in enumerate(found.memory_by_rank):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.decide.config import load_run_file
+from ganglion.decide.config import load_run_file, resolve
 from ganglion.decide.costs import (
     CATEGORIES,
     MIXED,
@@ -28,7 +28,7 @@ from ganglion.decide.costs import (
     with_norm,
 )
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict import MemoryOptions, predicted_memory
+from ganglion.decide.predict import predicted_memory, state_rules
 from ganglion.decide.schedules.pipeline import planned_holding, planned_schedule
 from ganglion.decide.shapes import (
     BlockActivations,
@@ -346,7 +346,7 @@ def test_inputs_wait_where_fewer_are_alive_than_before() -> None:
     """Of 6 in flight the last stage computes with one; a gradient is on its way, too."""
     edge = 2 * GPT.seq_len * GPT.hidden * 4
     plan = Plan(pipe=2, schedule="message_driven", limit=6, num_microbatches=8, microbatch_size=2)
-    first, last = predicted_memory(GPT, plan, MemoryOptions())
+    first, last = predicted_memory(GPT, plan, StateRules())
     samples = 16 * 2 * GPT.seq_len * 8
     assert first.communication == samples + edge
     assert last.communication == samples + 5 * edge + edge
@@ -395,7 +395,7 @@ SPLITTABLE = st.sampled_from(MODELS[:3])
 
 @given(SPLITTABLE, plans(), st.booleans())
 def test_total_is_the_sum_of_categories(shape: ModelShape, plan: Plan, keep: bool) -> None:
-    for held in predicted_memory(shape, plan, MemoryOptions(keep_gathered=keep)):
+    for held in predicted_memory(shape, replace(plan, keep_gathered=keep), StateRules()):
         assert held.total == sum(getattr(held, name) for name in CATEGORIES)
         assert all(getattr(held, name) >= 0 for name in CATEGORIES)
         assert held.weights > 0 and held.activations >= 0
@@ -403,8 +403,8 @@ def test_total_is_the_sum_of_categories(shape: ModelShape, plan: Plan, keep: boo
 
 @given(SPLITTABLE, plans(pipe=1))
 def test_recomputation_never_keeps_more(shape: ModelShape, plan: Plan) -> None:
-    (plain,) = predicted_memory(shape, plan, MemoryOptions())
-    (again,) = predicted_memory(shape, replace(plan, recompute="full"), MemoryOptions())
+    (plain,) = predicted_memory(shape, plan, StateRules())
+    (again,) = predicted_memory(shape, replace(plan, recompute="full"), StateRules())
     assert again.activations + again.recomputed <= plain.activations + plain.recomputed
     assert again.weights == plain.weights
 
@@ -414,8 +414,8 @@ def test_recomputation_in_stages_keeps_at_most_one_tensor_more(
     shape: ModelShape, plan: Plan
 ) -> None:
     """A stage of two blocks whose norm keeps its result, not its input, gains nothing by it."""
-    plain = predicted_memory(shape, plan, MemoryOptions())
-    again = predicted_memory(shape, replace(plan, recompute="full"), MemoryOptions())
+    plain = predicted_memory(shape, plan, StateRules())
+    again = predicted_memory(shape, replace(plan, recompute="full"), StateRules())
     widest = max(getattr(shape, "hidden", 0), 1)
     edge = plan.microbatch_size * getattr(shape, "seq_len", 1) * widest * 4
     for one, two in zip(plain, again, strict=True):
@@ -428,7 +428,7 @@ def test_splitting_never_needs_more_weights(
 ) -> None:
     choices: list[dict[str, Any]] = [{axis: 1}, {axis: factor}]
     before, after = (
-        predicted_memory(shape, replace(plan, **choice), MemoryOptions()) for choice in choices
+        predicted_memory(shape, replace(plan, **choice), StateRules()) for choice in choices
     )
     for whole, split in zip(before, after, strict=True):
         for name in ("weights", "versions", "gradients", "moments"):
@@ -437,9 +437,9 @@ def test_splitting_never_needs_more_weights(
 
 @given(SPLITTABLE, plans())
 def test_larger_microbatches_never_need_less(shape: ModelShape, plan: Plan) -> None:
-    small = predicted_memory(shape, plan, MemoryOptions())
+    small = predicted_memory(shape, plan, StateRules())
     size = 2 * plan.microbatch_size
-    large = predicted_memory(shape, replace(plan, microbatch_size=size), MemoryOptions())
+    large = predicted_memory(shape, replace(plan, microbatch_size=size), StateRules())
     for one, two in zip(small, large, strict=True):
         assert one.activations <= two.activations
 
@@ -452,21 +452,24 @@ def test_options_of_a_run_file() -> None:
         "optimizer": {"name": "sgd", "momentum": 0.0},
         "parallel": {"keep_gathered": True, "bucket_mib": 2.0},
     }
-    options = MemoryOptions.of(load_run_file(tables))
-    assert options.rules == StateRules(optimizer="sgd", has_momentum=False)
-    assert options.keep_gathered and options.overlap and options.bucket_mib == 2.0
+    run = load_run_file(tables)
+    assert state_rules(run) == StateRules(optimizer="sgd", has_momentum=False)
+    plan = resolve(run)
+    assert plan.keep_gathered and plan.overlap and plan.bucket_mib == 2.0
 
 
 def test_a_budget_for_gathered_weights() -> None:
     shape = MLPShape(num_inputs=8, num_outputs=4, num_layers=3, hidden=16)
-    plan = Plan(z=2)
-    tables = {"parallel": {"z": 2, "keep_gathered_mib": 4 * 8 * 16 / 2**20}}
-    options = MemoryOptions.of(load_run_file(tables))
-    assert options.keep_bytes == 4 * 8 * 16  # the first layer; after it the last fits no more
-    (some,) = predicted_memory(shape, plan, options)
-    (none,) = predicted_memory(shape, plan, MemoryOptions())
-    (all_,) = predicted_memory(shape, plan, MemoryOptions(keep_gathered=True))
-    (room,) = predicted_memory(shape, plan, MemoryOptions(keep_bytes=1 << 20))
+    first_mib = 4 * 8 * 16 / 2**20  # of the first layer; after it the last fits no more
+    choices: list[dict[str, Any]] = [
+        {"keep_gathered_mib": first_mib},
+        {},
+        {"keep_gathered": True},
+        {"keep_gathered_mib": 1.0},
+    ]
+    some, none, all_, room = (
+        predicted_memory(shape, Plan(z=2, **choice), StateRules())[0] for choice in choices
+    )
     assert all_ == room
     passing = (16 * 16 + 16 * 4) * 4  # the two others, in use and next
     assert some.communication - none.communication == 4 * 8 * 16 + passing - 4 * (8 + 16) * 16
@@ -476,8 +479,8 @@ def test_a_budget_for_gathered_weights() -> None:
 def test_averaging_keeps_the_centre_and_what_is_on_its_way() -> None:
     shape = MLPShape(num_inputs=8, num_outputs=4, num_layers=3, hidden=16)
     for plan in (Plan(data=2, pipe=2), Plan(data=2, z=2)):
-        plain = predicted_memory(shape, plan, MemoryOptions())
-        averaged = predicted_memory(shape, replace(plan, averaging="sync_easgd"), MemoryOptions())
+        plain = predicted_memory(shape, plan, StateRules())
+        averaged = predicted_memory(shape, replace(plan, averaging="sync_easgd"), StateRules())
         for one, other in zip(plain, averaged, strict=True):
             assert (one.center, other.center) == (0, 2 * one.weights)
             assert other.total == one.total + 2 * one.weights
@@ -486,10 +489,10 @@ def test_averaging_keeps_the_centre_and_what_is_on_its_way() -> None:
 def test_tied_weights_count_once_on_a_rank_and_twice_on_two() -> None:
     shape = replace(GPT, tied_embedding=True)
     table = 4 * shape.vocab_size * shape.hidden
-    (whole,) = predicted_memory(shape, Plan(), MemoryOptions())
-    (untied,) = predicted_memory(GPT, Plan(), MemoryOptions())
+    (whole,) = predicted_memory(shape, Plan(), StateRules())
+    (untied,) = predicted_memory(GPT, Plan(), StateRules())
     assert untied.weights - whole.weights == table
-    both = predicted_memory(shape, Plan(pipe=2, num_microbatches=2), MemoryOptions())
+    both = predicted_memory(shape, Plan(pipe=2, num_microbatches=2), StateRules())
     assert sum(held.weights for held in both) == untied.weights
     folded = Plan(pipe=2, num_microbatches=4, schedule="zero_bubble_v")
-    assert sum(m.weights for m in predicted_memory(shape, folded, MemoryOptions())) == whole.weights
+    assert sum(m.weights for m in predicted_memory(shape, folded, StateRules())) == whole.weights

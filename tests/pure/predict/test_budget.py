@@ -10,7 +10,7 @@ import pytest
 
 from ganglion.decide.config import RunFile, expected_shape, load_run_file, resolve
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict import Fit, MemoryOptions, fit_budget, predicted_memory
+from ganglion.decide.predict import Fit, fit_budget, predicted_memory, state_rules
 from ganglion.decide.predict.budget import RESERVE
 from ganglion.errors import ConfigError, NotBuiltError
 from ganglion.units import GIB
@@ -32,7 +32,7 @@ def fit(run: RunFile) -> Fit:
 
 
 def peak_of(run: RunFile, plan: Plan) -> int:
-    held = predicted_memory(expected_shape(run), plan, MemoryOptions.of(run))
+    held = predicted_memory(expected_shape(run), plan, state_rules(run))
     return max(memory.total for memory in held)
 
 

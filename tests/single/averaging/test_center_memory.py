@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ganglion import Plan
-from ganglion.decide.costs.memory import server_copies
-from ganglion.decide.predict import MemoryOptions, predicted_memory, server_memory
+from ganglion.decide.costs.memory import StateRules, server_copies
+from ganglion.decide.predict import predicted_memory, server_memory
 from ganglion.decide.schedules.exchanges.served import EXCHANGE, PUSH
 from ganglion.decide.topology import Mesh
 from ganglion.execute.averaging.methods.packed import Packed
@@ -64,7 +64,7 @@ def test_a_run_counts_what_the_model_predicts(method: str, axes: dict[str, int])
     found = run_threads(mesh, lambda world: counted(world, plan), timeout_s=60.0)
     for rank, (held, padded) in enumerate(found):
         at = mesh.coordinates(rank)
-        foretold = predicted_memory(SHAPES[CASE.model], plan, MemoryOptions(), at.data)[at.pipe]
+        foretold = predicted_memory(SHAPES[CASE.model], plan, StateRules(), at.data)[at.pipe]
         copies = METHODS[method]
         if at.data == 0 and method not in SYNCHRONOUS:
             copies += SERVING.get(method, 3 + 3)
@@ -129,7 +129,7 @@ def test_a_server_keeps_a_part_and_an_answer_for_each_worker(
 
 def test_servers_share_the_centres_of_all_ranks_of_a_worker() -> None:
     plan = Plan(data=2, pipe=2, averaging="async_easgd", servers=2, num_microbatches=2)
-    shape, options = SHAPES["gpt"], MemoryOptions()
+    shape, options = SHAPES["gpt"], StateRules()
     workers = [predicted_memory(shape, plan, options, worker) for worker in (0, 1)]
     assert workers[0] == workers[1], "who has servers does not serve"
     assert all(rank.center == 2 * rank.weights for rank in workers[0])

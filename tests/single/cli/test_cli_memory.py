@@ -12,7 +12,7 @@ import pytest
 from ganglion.decide.config import expected_shape, load_run_file, read_toml
 from ganglion.decide.config.resolve import resolve
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict import MemoryOptions, predicted_memory
+from ganglion.decide.predict import predicted_memory, state_rules
 from tests.support.answers import TorchlessCommand
 from tests.support.answers import ganglion as answer
 
@@ -79,7 +79,7 @@ def test_json_has_the_bytes_of_the_model(folder: Path) -> None:
     found = figures("run.toml", cwd=folder)
     assert (found["budget_bytes"], found["fits"], found["num_ranks"]) == (None, None, 4)
     run = load_run_file(read_toml(folder / "run.toml"))
-    wanted = predicted_memory(expected_shape(run), resolve(run), MemoryOptions.of(run))
+    wanted = predicted_memory(expected_shape(run), resolve(run), state_rules(run))
     by_pipe = {pipe: row for row in found["rows"] for pipe in row["pipe"]}
     for pipe, held in enumerate(wanted):
         assert by_pipe[pipe]["total_bytes"] == held.total == sum(by_pipe[pipe]["bytes"].values())

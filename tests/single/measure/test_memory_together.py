@@ -15,7 +15,6 @@ from ganglion.execute.comm import World, run_threads
 from ganglion.execute.offload.activation_tiers import ScratchFile
 from ganglion.execute.tensor import TensorSettings
 from ganglion.execute.train.settings import ActivationSettings
-from ganglion.execute.update.offloaded import OffloadSettings
 from tests.support.covering import cells
 from tests.support.serial import History, assert_same_by_name
 from tests.support.training import Case, make_run, train_split_at_once
@@ -49,7 +48,8 @@ def assert_saving_changes_nothing(plain: Plan, case: Case, folder: Path, recompu
     )
     saving_case = dataclasses.replace(
         case,
-        offload=OffloadSettings(folder=folder, bucket_size=2048),
+        offload_dir=folder,
+        bucket_size=2048,
         activations=ActivationSettings(folder=folder, min_bytes=1),
     )
     wanted = plain_twin(plain, case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from ganglion import Plan
 from ganglion.decide.config import RunFile
 from ganglion.decide.config.files import MEMORY_FILE
-from ganglion.decide.costs import Memory
-from ganglion.decide.predict import MemoryOptions, predicted_memory
+from ganglion.decide.costs import Memory, StateRules
+from ganglion.decide.predict import predicted_memory
 from ganglion.decide.predict.measured_memory import counted_categories, write_memory
 from ganglion.decide.schedules.buckets.updates import GRAIN
 from ganglion.decide.topology import Mesh
@@ -23,7 +24,6 @@ from ganglion.execute.comm import World, run_threads
 from ganglion.execute.measure.memory import MemoryWatch, SavedBytes, held_bytes
 from ganglion.execute.models import cross_entropy
 from ganglion.execute.train import RunSettings, parallelize
-from ganglion.execute.update.offloaded import OffloadSettings
 from tests.single.models.test_memory_model import STATES, Layouts, plan_of, told
 from tests.support.training import FACTORIES, SHAPES, make_batches, make_model, make_run, share_of
 
@@ -63,11 +63,10 @@ def counted(world: World, layout: Layouts, folder: Path) -> tuple[Plan, dict[str
         make_model(case, 1),
         cross_entropy,
         FACTORIES[case.optimizer],
-        layout.plan,
+        replace(layout.plan, bucket_mib=case.bucket_mib, bucket_size=BUCKET_SIZE),
         RunSettings(
             error_feedback=case.error_feedback,
-            bucket_mib=case.bucket_mib,
-            offload=OffloadSettings(folder=folder / str(world.rank), bucket_size=BUCKET_SIZE),
+            offload_dir=folder / str(world.rank),
         ),
         world=world,
     ) as run:
@@ -80,8 +79,7 @@ def counted(world: World, layout: Layouts, folder: Path) -> tuple[Plan, dict[str
 def test_a_run_counts_what_the_model_predicts(layout: Layouts, tmp_path: Path) -> None:
     mesh = layout.plan.mesh()
     found = run_threads(mesh, lambda world: counted(world, layout, tmp_path))
-    options = MemoryOptions(rules=layout.rules, bucket_size=BUCKET_SIZE)
-    wanted = predicted_memory(SHAPES[layout.model], found[0][0], options)
+    wanted = predicted_memory(SHAPES[layout.model], found[0][0], layout.rules)
     for rank, (_, held) in enumerate(found):
         expected = wanted[mesh.coordinates(rank).pipe]
         assert {c: held.get(c, 0) for c in COUNTED} == {c: getattr(expected, c) for c in COUNTED}
@@ -101,7 +99,7 @@ def saved_in_a_step(recompute: str) -> tuple[SavedBytes, Memory]:
             list(run.steps([share_of(make_batches(layout.case)[0], world, layout.plan)]))
             return saved
 
-    (held,) = predicted_memory(SHAPES["gpt"], layout.plan, MemoryOptions())
+    (held,) = predicted_memory(SHAPES["gpt"], layout.plan, StateRules())
     return run_threads(Mesh(), body)[0], held
 
 

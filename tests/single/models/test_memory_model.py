@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ganglion import Plan
 from ganglion.decide.costs import Memory, StateRules, segments, with_norm
 from ganglion.decide.costs.working_memory import NORM_BYTES, NORM_PART
-from ganglion.decide.predict import MemoryOptions, predicted_memory
+from ganglion.decide.predict import predicted_memory
 from ganglion.decide.shapes import (
     BlockActivations,
     ConvShape,
@@ -43,6 +43,7 @@ from ganglion.execute.train import Run
 from ganglion.execute.train.replica_executor import ReplicaExecutor
 from ganglion.execute.update.precision import WideLoss
 from ganglion.trace import Recorder
+from ganglion.units import MIB
 from tests.support.covering import Values, cells, named
 from tests.support.training import SHAPES, Case, make_batches, make_run, share_of
 
@@ -178,7 +179,7 @@ def test_state_is_as_predicted_to_the_byte(layout: Layouts) -> None:
     mesh = layout.plan.mesh()
     found = run_threads(mesh, lambda world: trained_state(world, layout))
     plan = found[0][0]  # with the cuts of the run
-    wanted = predicted_memory(SHAPES[layout.model], plan, MemoryOptions(rules=layout.rules))
+    wanted = predicted_memory(SHAPES[layout.model], plan, layout.rules)
     for rank, (_, held) in enumerate(found):
         expected = wanted[mesh.coordinates(rank).pipe]
         for category in STATE:
@@ -405,7 +406,7 @@ def told_more(one: Layouts) -> str:
 def test_microbatches_in_flight_are_as_predicted(layout: Layouts) -> None:
     mesh = layout.plan.mesh()
     found = run_threads(mesh, lambda world: watched_peak(world, layout))
-    wanted = predicted_memory(SHAPES[layout.model], found[0][0], MemoryOptions())
+    wanted = predicted_memory(SHAPES[layout.model], found[0][0], StateRules())
     for rank, (_, peak) in enumerate(found):
         expected = wanted[mesh.coordinates(rank).pipe].activations
         if layout.plan.schedule in ("message_driven", "two_bw"):
@@ -472,7 +473,7 @@ def again(run: Callable[..., Tensor], stage: Stage, peaks: list[int]) -> Any:
 def test_the_inside_of_one_block_is_as_predicted(layout: Layouts) -> None:
     mesh = layout.plan.mesh()
     found = run_threads(mesh, lambda world: recomputed_peak(world, layout))
-    wanted = predicted_memory(SHAPES[layout.model], found[0][0], MemoryOptions())
+    wanted = predicted_memory(SHAPES[layout.model], found[0][0], StateRules())
     for rank, (_, peak) in enumerate(found):
         expected = wanted[mesh.coordinates(rank).pipe].recomputed
         assert peak == pytest.approx(expected, rel=0.03)  # targets are counted, but are the data's
@@ -527,9 +528,9 @@ def test_blocks_along_z_are_as_predicted(keep: bool, keep_bytes: int) -> None:
     plan = found[0][0]
     unsplit = replace(plan, z=1, microbatch_size=2)
     shape = SHAPES[layout.model]
-    options = MemoryOptions(keep_gathered=keep, keep_bytes=keep_bytes)
-    with_z = predicted_memory(shape, plan, options)
-    without = predicted_memory(shape, replace(unsplit, microbatch_size=1), MemoryOptions())
+    kept = replace(plan, keep_gathered=keep, keep_gathered_mib=keep_bytes / MIB)
+    with_z = predicted_memory(shape, kept, StateRules())
+    without = predicted_memory(shape, replace(unsplit, microbatch_size=1), StateRules())
     for rank, (_, peak) in enumerate(found):
         pipe = mesh.coordinates(rank).pipe
         extra = with_z[pipe].communication - without[pipe].communication
@@ -604,7 +605,7 @@ def test_peak_of_forward_and_backward(name: str, recompute: str) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     step()
-    (held,) = predicted_memory(shape, plan, MemoryOptions())
+    (held,) = predicted_memory(shape, plan, StateRules())
     wanted = held.activations + held.recomputed + held.scratch
     tolerance = 0.01 if isinstance(shape, GPTShape) else 0.08
     assert wanted == pytest.approx(allocated_peak(step), rel=tolerance)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ganglion import Plan, RunSettings, parallelize
-from ganglion.decide.costs import segments
-from ganglion.decide.predict import MemoryOptions, predicted_memory
+from ganglion.decide.costs import StateRules, segments
+from ganglion.decide.predict import predicted_memory
 from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, GanglionError, OffloadError
 from ganglion.execute.comm import World, run_threads
@@ -433,7 +433,7 @@ def test_the_peak_is_as_predicted(name: str, again: str, tmp_path: Path) -> None
         chain.forward(inputs[:size], targets[:size], lambda block: None).backward()
 
     step()
-    (held,) = predicted_memory(shape, plan, MemoryOptions())
+    (held,) = predicted_memory(shape, plan, StateRules())
     wanted = held.activations + held.recomputed + held.scratch
     assert wanted == pytest.approx(allocated_peak(step), rel=0.01)
     assert held.lower_tier > 0

@@ -15,7 +15,6 @@ from ganglion.decide.topology import Launch
 from ganglion.errors import OffloadError
 from ganglion.execute.checkpoint import latest_checkpoint
 from ganglion.execute.comm import open_world
-from ganglion.execute.update.offloaded import OffloadSettings
 from tests.support.serial import Batch, assert_same_by_name, copies
 from tests.support.training import Case, make_batches, make_run
 
@@ -29,8 +28,9 @@ SCHEDULES = ["one_f_one_b", "two_bw"]
 def started(
     tier: str, folder: Path, precision: str, schedule: str = "one_f_one_b", optimizer: str = "adamw"
 ) -> Run:
-    settings = OffloadSettings(folder=folder, bucket_size=2048)
-    case = dataclasses.replace(CASE, offload=settings, optimizer=optimizer, max_grad_norm=0.5)
+    case = dataclasses.replace(
+        CASE, offload_dir=folder, bucket_size=2048, optimizer=optimizer, max_grad_norm=0.5
+    )
     plan = Plan(
         microbatch_size=4,
         num_microbatches=2,

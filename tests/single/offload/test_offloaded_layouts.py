@@ -10,7 +10,6 @@ import torch
 
 from ganglion import Plan
 from ganglion.execute.comm import World, run_threads
-from ganglion.execute.update.offloaded import OffloadSettings
 from ganglion.trace import HOST, Event, Recorder
 from tests.support.covering import by_name, cells
 from tests.support.serial import History, assert_same_by_name, copies
@@ -53,8 +52,7 @@ def trained(world: World, plan: Plan, case: Case) -> History:
 
 def assert_offloaded_equals_resident(plan: Plan, case: Case, folder: Path, tier: str) -> None:
     moved = dataclasses.replace(plan, offload=tier)
-    settings = OffloadSettings(folder=folder, bucket_size=2048)
-    moved_case = dataclasses.replace(case, offload=settings)
+    moved_case = dataclasses.replace(case, offload_dir=folder, bucket_size=2048)
     expected = run_threads(plan.mesh(), lambda world: trained(world, plan, case))
     found = run_threads(plan.mesh(), lambda world: trained(world, moved, moved_case))
     for one, other in zip(found, expected, strict=True):
@@ -112,8 +110,7 @@ def test_the_host_tier(layout: str, tmp_path: Path) -> None:
 
 
 def test_moves_are_traced(tmp_path: Path) -> None:
-    settings = OffloadSettings(folder=tmp_path, bucket_size=2048)
-    case = Case(dtype=torch.float32, model="wide_mlp", offload=settings)
+    case = Case(dtype=torch.float32, model="wide_mlp", offload_dir=tmp_path, bucket_size=2048)
     plan = sized(Plan(offload="disk"), case)
 
     def traced(world: World) -> list[Event]:

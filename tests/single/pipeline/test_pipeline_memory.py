@@ -53,8 +53,8 @@ def run_of(world: World, plan: Plan) -> Run:
         blocks(),
         F.mse_loss,
         OPTIMIZERS["adamw"],
-        plan,
-        RunSettings(bucket_mib=1e-4, activations=ActivationSettings(min_bytes=0)),
+        replace(plan, bucket_mib=1e-4),
+        RunSettings(activations=ActivationSettings(min_bytes=0)),
         world=world,
     )
 

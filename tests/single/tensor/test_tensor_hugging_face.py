@@ -138,8 +138,8 @@ def train(world: World, plan: Plan, case: Case) -> Held:
         blocks,
         cross_entropy,
         OPTIMIZERS["sgd"],
-        plan,
-        RunSettings(max_grad_norm=0.5, bucket_mib=0.002),
+        dataclasses.replace(plan, bucket_mib=0.002),
+        RunSettings(max_grad_norm=0.5),
         world=world,
     )
     history = History()

@@ -74,8 +74,8 @@ def make_run(
         blocks,
         cross_entropy,
         OPTIMIZERS["sgd"],
-        plan,
-        RunSettings(bucket_mib=0.002, initial=initial, **settings),
+        dataclasses.replace(plan, bucket_mib=0.002),
+        RunSettings(initial=initial, **settings),
         world=world,
     )
     return run, blocks
@@ -176,8 +176,7 @@ def train(world: World, plan: Plan, case: Case, by_shard: bool, with_sample: boo
             model,
             cross_entropy,
             OPTIMIZERS["sgd"],
-            plan,
-            RunSettings(bucket_mib=0.002),
+            dataclasses.replace(plan, bucket_mib=0.002),
             world=world,
         )
     history = History()
