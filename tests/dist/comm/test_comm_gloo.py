@@ -112,6 +112,19 @@ def test_a_call_that_torch_refuses_blames_the_call(ranks: Ranks) -> None:
         assert "torch.float32, (2,)" in sizes
 
 
+def refused_calls_before_barriers(world: World) -> None:
+    group = gloo(world)
+    for _ in range(500):
+        with pytest.raises(ProtocolError):
+            group.all_reduce(torch.zeros(3, dtype=torch.int16)).wait()
+        group.barrier()
+
+
+def test_a_barrier_does_not_fail_with_the_error_of_a_refused_call(ranks: Ranks) -> None:
+    """Gloo lists a call for a moment after its error was raised, and its barrier waits for it."""
+    ranks.run(2, refused_calls_before_barriers)
+
+
 def failing_starts(world: World) -> list[str]:
     """Make torch fail at the start of a call as it does when a connection is lost."""
     group, kinds = gloo(world), []

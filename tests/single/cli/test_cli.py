@@ -82,7 +82,7 @@ def test_printed_config_can_be_used(tmp_path: Path) -> None:
         ),
         (["train", "--plan", "no.json"], "--plan no.json cannot be read"),
         (
-            ["train", "--plan", "no.json", "--parallel.keep_gathered", "true"],
+            ["train", "--plan", "no.json", "--parallel.transport", "torch"],
             "--plan no.json cannot be read",
         ),
         (
@@ -90,6 +90,10 @@ def test_printed_config_can_be_used(tmp_path: Path) -> None:
             "parallel.keep_gathered_mib = 2.5 only some: leave one out",
         ),
         (["train", "--plan", "p.json", "--parallel.x", "1"], "--plan and --parallel.x contradict"),
+        (
+            ["train", "--plan", "p.json", "--parallel.keep_gathered", "true"],
+            "--plan and --parallel.keep_gathered contradict",
+        ),
         (
             ["train", "--plan", "p.json", "--train.precision", "bf16"],
             "--train.precision contradict",

@@ -137,7 +137,12 @@ class TorchGroup(BaseGroup):
 
     def barrier(self) -> None:
         """Return when every member has arrived."""
-        self._start("barrier", dist.barrier).wait()
+        if "gloo" not in dist.get_backend_config(self.process_group):
+            self._start("barrier", dist.barrier).wait()
+            return
+        # Gloo's own barrier waits for all calls it still lists, and raises their errors: a call
+        # that was refused a moment ago would fail it on one rank and block the others.
+        self._start("barrier", dist.all_reduce, torch.zeros(1)).wait()
 
     def close(self) -> None:
         """Destroy the process group."""
