@@ -3,13 +3,22 @@
 A cost follows from shapes, a plan and a cluster alone; run files and the clock do not enter.
 """
 
-from ganglion.decide.costs.cluster import (
-    Cluster,
-    Link,
+from ganglion.decide.costs.block_times import (
+    BlockTimes,
+    BlockWork,
+    ComputeClock,
+    LayerClock,
+    LayerTimes,
+    layer_times,
+    model_work,
+)
+from ganglion.decide.costs.cluster import Cluster, Compute, Link
+from ganglion.decide.costs.cluster_file import (
+    builtin_clusters,
     find_cluster,
+    parse_cluster,
     read_cluster,
 )
-from ganglion.decide.costs.layer_times import LayerTimes, layer_times
 from ganglion.decide.costs.memory import (
     CATEGORIES,
     FP32,
@@ -24,7 +33,7 @@ from ganglion.decide.costs.memory import (
     state_entries,
     state_memory,
 )
-from ganglion.decide.costs.network import Ring, link_between, rings_along
+from ganglion.decide.costs.network import Ring, link_between, ring_of, slowest_ring
 from ganglion.decide.costs.recompute import (
     Choice,
     RankBlocks,
@@ -63,8 +72,13 @@ __all__ = [
     "MIXED",
     "PAPER",
     "TWO_MASTERS",
+    "BlockTimes",
+    "BlockWork",
     "Choice",
     "Cluster",
+    "Compute",
+    "ComputeClock",
+    "LayerClock",
     "LayerTimes",
     "Link",
     "Matmul",
@@ -79,6 +93,7 @@ __all__ = [
     "activation_memory",
     "arriving_copies",
     "balanced_boundaries",
+    "builtin_clusters",
     "center_copies",
     "choose_recomputed",
     "find_cluster",
@@ -90,12 +105,15 @@ __all__ = [
     "layer_times",
     "link_between",
     "message_memory",
+    "model_work",
     "moved_to_tier",
+    "parse_cluster",
     "read_cluster",
+    "ring_of",
     "ring_sent",
-    "rings_along",
     "segments",
     "server_copies",
+    "slowest_ring",
     "stage_times",
     "stage_times_from_file",
     "state_entries",

@@ -2,28 +2,36 @@
 
 Times are those of one rank. `microbatch_size` is that of one (data, z) coordinate, so only x and y
 share the work of a microbatch, while z shares the stored weights, too. The collectives inside a
-layer that x, y and z need are not in these times: see `layer_times`.
+layer that x, y and z need are not in these times: see `block_times`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from ganglion.decide.costs.cluster import Cluster, Compute, PerStage
-from ganglion.decide.costs.network import all_reduce_s, link_between, rings_along, transfer_s
+from ganglion.decide.costs.block_times import (
+    BlockTimes,
+    BlockWork,
+    ComputeClock,
+    message_element_bytes,
+    weight_element_bytes,
+)
+from ganglion.decide.costs.cluster import Cluster, PerStage
+from ganglion.decide.costs.network import all_reduce_s, link_between, slowest_ring, transfer_s
 from ganglion.decide.costs.recompute import segments
 from ganglion.decide.costs.times import StageTimes
-from ganglion.decide.plan import FP32, Plan
-from ganglion.decide.shapes import FLOAT, HALF, BlockCost
-from ganglion.decide.topology import Mesh
+from ganglion.decide.plan import Plan
+from ganglion.decide.shapes import BlockCost
+from ganglion.decide.topology import Coordinates, Mesh
 from ganglion.errors import ConfigError, LayoutError
 
 # AdamW reads weight, gradient and two moments and writes all but the gradient, in fp32.
 UPDATE_BYTES_PER_PARAMETER = 7 * 4
+# Of these, two moments go to and come from a lower tier, and the masters if there are some.
+MOVED_BYTES_PER_PARAMETER, MASTER_BYTES = 2 * 4, 4
 
 
 def balanced_boundaries(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -42,7 +50,7 @@ def balanced_boundaries(costs: Sequence[float], num_stages: int) -> tuple[int, .
 
 
 def stage_times(
-    blocks: Sequence[BlockCost],
+    blocks: Sequence[BlockWork],
     plan: Plan,
     cluster: Cluster,
     held: Sequence[Sequence[int]] | None = None,
@@ -52,9 +60,15 @@ def stage_times(
     `held` has the stages of each, for plans that cut the blocks into several a rank; its times are
     those of all of them together.
     """
-    compute = cluster.require_compute()
-    stages = _cut(_with_reruns(blocks, plan), _edges(blocks, plan), plan, held)
-    times = [_compute_times(stage, plan, compute) for stage in stages]
+    clock = _StageClock(plan, cluster, blocks)
+    edges = _edges([block.cost for block in blocks], plan)
+    stages = [range(a, b) for a, b in pairwise(edges)]
+    if held is not None and len(stages) > plan.pipe:
+        # The first stage of a rank comes last: its output is the message.
+        numbers = [[n for s in reversed(mine) for n in stages[s]] for mine in held]
+    else:
+        numbers = [[*stage] for stage in stages]
+    times = [clock.stage(mine, is_first=rank == 0) for rank, mine in enumerate(numbers)]
     return _with_network(times, plan, cluster)
 
 
@@ -134,26 +148,11 @@ def _most_even(sums: Sequence[float], num_stages: int, most: float) -> tuple[int
     return best[len(sums) - 1][1][:-1]
 
 
-def _cut(
-    blocks: Sequence[BlockCost],
-    edges: Sequence[int],
-    plan: Plan,
-    held: Sequence[Sequence[int]] | None,
-) -> list[list[BlockCost]]:
-    """Return the blocks of every coordinate, weights that one would hold twice counted once."""
-    stages = [list(blocks[a:b]) for a, b in pairwise(edges)]
-    if held is not None and len(stages) > plan.pipe:
-        # The first stage of a rank comes last: its output is the message.
-        stages = [[block for s in reversed(mine) for block in stages[s]] for mine in held]
-    stages[0] = [_without_tied(block) for block in stages[0]]
-    return stages
-
-
 def held_blocks(
-    blocks: Sequence[BlockCost], plan: Plan, held: Sequence[Sequence[int]]
+    blocks: Sequence[BlockWork], plan: Plan, held: Sequence[Sequence[int]]
 ) -> list[list[int]]:
     """Return the numbers of the blocks of every pipe coordinate, which holds stages `held`."""
-    stages = [range(a, b) for a, b in pairwise(_edges(blocks, plan))]
+    stages = [range(a, b) for a, b in pairwise(_edges([b.cost for b in blocks], plan))]
     if len(stages) == plan.pipe:
         return [[*stage] for stage in stages]
     return [[number for stage in mine for number in stages[stage]] for mine in held]
@@ -171,52 +170,60 @@ def _edges(blocks: Sequence[BlockCost], plan: Plan) -> list[int]:
     return [0, *cuts, len(blocks)]
 
 
-def _without_tied(block: BlockCost) -> BlockCost:
-    return replace(
-        block, num_parameters=block.num_parameters - block.tied_parameters, tied_parameters=0
-    )
+class _StageClock:
+    """Sums the times of blocks, with those that are computed again in backward."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, blocks: Sequence[BlockWork]) -> None:
+        self._plan, self._cluster, self._blocks = plan, cluster, blocks
+        self._compute = cluster.require_compute()
+        self._clock = ComputeClock(plan, self._compute)
+        self._again = _computed_again(plan, len(blocks))
+
+    def stage(self, numbers: Sequence[int], *, is_first: bool) -> StageTimes:
+        plan, compute = self._plan, self._compute
+        times = [self._block(number) for number in numbers]
+        costs = [self._blocks[number].cost for number in numbers]
+        tied = sum(cost.tied_parameters for cost in costs) if is_first else 0
+        num_whole = sum(cost.num_parameters for cost in costs) - tied
+        num_parameters = num_whole / (plan.x * plan.y * plan.z)
+        # A block has two layers and the second swaps x and y back: its output is split over y.
+        num_sent = costs[-1].output_elements / plan.y
+        return StageTimes(
+            forward_s=sum(one.forward_s for one in times) + compute.action_s,
+            backward_s=sum(one.input_s for one in times) + compute.action_s,
+            weight_s=sum(one.weight_s for one in times),
+            update_s=self._update_s(num_parameters),
+            jitter=compute.jitter,
+            message_bytes=round(num_sent * message_element_bytes(plan)),
+            gradient_bytes=round(num_parameters * weight_element_bytes(plan)),
+        )
+
+    def _block(self, number: int) -> BlockTimes:
+        times = self._clock.block(self._blocks[number])
+        if number not in self._again:
+            return times
+        return replace(times, input_s=times.input_s + times.forward_s)
+
+    def _update_s(self, num_parameters: float) -> float:
+        """Return the time of the update, behind which moves to a lower tier may hide or not."""
+        plan = self._plan
+        update_s = num_parameters * UPDATE_BYTES_PER_PARAMETER / self._compute.memory_bytes_per_s
+        if plan.offload == "none":
+            return update_s
+        moved = MOVED_BYTES_PER_PARAMETER + (MASTER_BYTES if plan.has_masters else 0)
+        return max(
+            update_s, self._cluster.require_tier(plan.offload).moved_s(num_parameters * moved)
+        )
 
 
-def message_element_bytes(plan: Plan) -> int:
-    """Return the bytes of an element of a tensor between blocks."""
-    return FLOAT if plan.computes_in == FP32 else HALF
-
-
-def weight_element_bytes(plan: Plan) -> int:
-    """Return the bytes of an element of a weight, and of its gradient, as they are stored."""
-    return HALF if plan.has_masters else FLOAT
-
-
-def _compute_times(stage: Sequence[BlockCost], plan: Plan, compute: Compute) -> StageTimes:
-    flops = compute.flops(plan.computes_in) * plan.x * plan.y
-    forward_s = sum(block.forward_flops for block in stage) / flops
-    input_s = sum(block.input_flops for block in stage) / flops
-    num_parameters = sum(block.num_parameters for block in stage) / (plan.x * plan.y * plan.z)
-    # A block has two layers and the second swaps x and y back: its output is split over y.
-    num_sent = stage[-1].output_elements / plan.y
-    return StageTimes(
-        forward_s=forward_s,
-        backward_s=input_s,
-        weight_s=sum(block.weight_flops for block in stage) / flops,
-        update_s=num_parameters * UPDATE_BYTES_PER_PARAMETER / compute.memory_bytes_per_s,
-        jitter=compute.jitter,
-        message_bytes=round(num_sent * message_element_bytes(plan)),
-        gradient_bytes=round(num_parameters * weight_element_bytes(plan)),
-    )
-
-
-def _with_reruns(blocks: Sequence[BlockCost], plan: Plan) -> list[BlockCost]:
-    """Add the forward of blocks that are computed again to their backward."""
+def _computed_again(plan: Plan, num_blocks: int) -> frozenset[int]:
+    """Return the blocks whose forward is a part of their backward, too."""
     if plan.recompute == "budget":
         raise ConfigError(
             'memory.recompute = "budget" does not name the blocks to compute again: use the plan '
             'of a run, or "full", "sqrt" or "blocks"'
         )
-    again = {n for span in segments(plan, range(len(blocks)), len(blocks)) for n in span}
-    return [
-        replace(block, input_flops=block.input_flops + block.forward_flops * (number in again))
-        for number, block in enumerate(blocks)
-    ]
+    return frozenset(n for span in segments(plan, range(num_blocks), num_blocks) for n in span)
 
 
 def _with_network(
@@ -239,28 +246,34 @@ def _hop_times(sizes: Sequence[float], mesh: Mesh, cluster: Cluster) -> list[flo
     The last stage only sends gradients: it gets the time of the hop before it. All ranks of a node
     whose messages leave it send at the same time.
     """
-    pairs = [pair for group in mesh.groups(("pipe",)) for pair in pairwise(group)]
-    leaving = Counter(
-        cluster.node_of(a) for a, b in pairs if cluster.node_of(a) != cluster.node_of(b)
-    )
     hops = [0.0] * mesh.pipe
-    for sender, receiver in pairs:
-        stage = mesh.coordinates(sender).pipe
-        link = link_between(cluster, sender, receiver)
-        crosses = cluster.node_of(sender) != cluster.node_of(receiver)
-        num_senders = leaving[cluster.node_of(sender)] if crosses else 1
-        hops[stage] = max(hops[stage], transfer_s(sizes[stage], link, num_senders))
+    for stage in range(mesh.pipe - 1):
+        sender = mesh.rank(Coordinates(pipe=stage))
+        node = cluster.node_of(sender)
+        ranks = range(node * cluster.ranks_per_node, (node + 1) * cluster.ranks_per_node)
+        mine = [rank for rank in ranks if rank < mesh.num_ranks]
+        targets = {rank: _next_stage(mesh, rank) for rank in mine}
+        leaving = [r for r, to in targets.items() if to is not None and cluster.node_of(to) != node]
+        for rank in mine:
+            target = targets[rank]
+            if target is not None and mesh.coordinates(rank).pipe == stage:
+                num_senders = len(leaving) if rank in leaving else 1
+                link = link_between(cluster, rank, target)
+                hops[stage] = max(hops[stage], transfer_s(sizes[stage], link, num_senders))
     hops[-1] = hops[-2] if mesh.pipe > 1 else 0.0
     return hops
 
 
+def _next_stage(mesh: Mesh, rank: int) -> int | None:
+    """Return the rank that holds the next stage of a rank's replica; None behind the last."""
+    at = mesh.coordinates(rank)
+    return None if at.pipe == mesh.pipe - 1 else mesh.rank(replace(at, pipe=at.pipe + 1))
+
+
 def _reduce_times(sizes: Sequence[float], mesh: Mesh, cluster: Cluster) -> list[float]:
     """Return how long the replicas of each stage take to add up their gradients."""
-    reductions = [0.0] * mesh.pipe
-    for group, ring in rings_along(mesh, ("data",), cluster).items():
-        stage = mesh.coordinates(group[0]).pipe
-        reductions[stage] = max(reductions[stage], all_reduce_s(sizes[stage], ring))
-    return reductions
+    rings = (slowest_ring(mesh, "data", cluster, pipe) for pipe in range(mesh.pipe))
+    return [all_reduce_s(size, ring) for size, ring in zip(sizes, rings, strict=True)]
 
 
 def _spread(name: str, value: PerStage, num_stages: int, cluster: Cluster) -> list[float]:

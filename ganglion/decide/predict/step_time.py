@@ -16,12 +16,12 @@ from ganglion.decide.costs import (
     StageTimes,
     held_blocks,
     layer_times,
+    model_work,
     stage_times,
     stage_times_from_file,
 )
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import planned_stage_map
-from ganglion.decide.shapes import blocks_of, layers_of
 from ganglion.decide.simulator import (
     Disturbance,
     PlanSimulation,
@@ -105,15 +105,15 @@ def _model_times(run: RunFile, plan: Plan, cluster: Cluster, source: str) -> lis
         )
     stage_map, shape = planned_stage_map(plan), expected_shape(run)
     held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
-    blocks = blocks_of(shape, plan.microbatch_size)
+    blocks = model_work(shape, plan)
     times = stage_times(blocks, plan, cluster, held)
     if plan.x * plan.y * plan.z == 1:
         return times
-    layers, overlap = layers_of(shape, plan.microbatch_size), _overlap(plan)
+    overlap = _overlap(plan)
     return [
         with_collectives(
             one,
-            layer_times([layers[number] for number in mine], plan, cluster, pipe),
+            layer_times([blocks[number] for number in mine], plan, cluster, pipe),
             plan.num_microbatches,
             overlap,
             # Of a plan that computes some blocks again, all are taken to be gathered again.

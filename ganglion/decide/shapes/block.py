@@ -162,9 +162,15 @@ Rows = tuple[int, int]  # of the inputs and of the outputs: samples times positi
 def split_layers(
     blocks: Sequence[BlockCost], parameters: Sequence[BlockParameters], rows: Sequence[Rows]
 ) -> list[BlockLayers]:
-    """Return the layers of every block."""
-    is_first = [True, *[False] * (len(blocks) - 1)]
-    return [_block_layers(*each) for each in zip(blocks, parameters, rows, is_first, strict=True)]
+    """Return the layers of every block; of blocks that are one record, layers that are one, too."""
+    found: dict[object, BlockLayers] = {}
+    layers = []
+    for number, (block, held, sizes) in enumerate(zip(blocks, parameters, rows, strict=True)):
+        key = (id(block), id(held), sizes, number == 0)
+        if key not in found:
+            found[key] = _block_layers(block, held, sizes, number == 0)
+        layers.append(found[key])
+    return layers
 
 
 def _block_layers(

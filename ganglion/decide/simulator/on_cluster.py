@@ -16,7 +16,7 @@ from ganglion.decide.costs import (
     StageTimes,
     injection_limit,
     link_between,
-    rings_along,
+    ring_of,
 )
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import (
@@ -124,7 +124,6 @@ class ClusterNetwork:
         self._times = times
         self._num_replicas = num_replicas
         self._stage_map = planned_stage_map(plan, schedules)
-        self._rings = rings_along(self._mesh, ("data",), cluster)
         self._routes: dict[tuple[int, int], Route] = {}
         self._fixed = cluster.stages is not None and cluster.stages.reduce_s is not None
 
@@ -140,16 +139,16 @@ class ClusterNetwork:
         Nothing if the cluster file gives the time, or there is only one replica.
         """
         pipe = self._stage_map.rank_of(stage)
-        group = self._mesh.group_of(global_rank(self._plan, pipe), ("data",))
-        if self._fixed or len(group) == 1 or not self._times[stage].gradient_bytes:
+        first = global_rank(self._plan, pipe)
+        if self._fixed or self._plan.data == 1 or not self._times[stage].gradient_bytes:
             return ()
-        ring = self._rings[group]
+        ring = ring_of(self._mesh, "data", self._cluster, first)
         parts = 2 * (ring.num_ranks - 1)
         num_bytes = parts / ring.num_ranks * self._times[stage].gradient_bytes
         latency_s = parts * ring.latency_s
         return tuple(
             Transfer(Route(port, rate, latency_s, num_alike), num_bytes)
-            for port, rate, num_alike in self._ring_ports(stage, group, ring)
+            for port, rate, num_alike in self._ring_ports(stage, first, ring)
         )
 
     def _find_route(self, source: int, target: int) -> Route:
@@ -164,9 +163,10 @@ class ClusterNetwork:
     def _num_alike(self, node: int, pipe: int, target_pipe: int) -> float:
         """Return how many ranks of a node each simulated one stands for when it sends."""
         leaving = simulated = 0
-        for rank in range(self._mesh.num_ranks):
+        first = node * self._cluster.ranks_per_node
+        for rank in range(first, min(first + self._cluster.ranks_per_node, self._mesh.num_ranks)):
             at = self._mesh.coordinates(rank)
-            if at.pipe != pipe or self._cluster.node_of(rank) != node:
+            if at.pipe != pipe:
                 continue
             there = Coordinates(data=at.data, pipe=target_pipe, x=at.x, y=at.y, z=at.z)
             if self._cluster.node_of(self._mesh.rank(there)) != node:
@@ -175,9 +175,10 @@ class ClusterNetwork:
         return leaving / max(1, simulated)
 
     def _ring_ports(
-        self, stage: int, group: Sequence[int], ring: Ring
+        self, stage: int, first: int, ring: Ring
     ) -> list[tuple[Hashable, float, float]]:
         """Return the ports of a ring, with their rates and the number of rings that share them."""
+        group = self._mesh.group_of(first, ("data",))
         nodes = sorted({self._cluster.node_of(rank) for rank in group})
         link = self._cluster.inter
         if len(nodes) == 1 or link is None or not link.shared or link.collective_gbps is not None:

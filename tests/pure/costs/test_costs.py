@@ -77,7 +77,7 @@ bandwidth_gbps = 8
 
 
 def small() -> Cluster:
-    return Cluster.from_toml(SMALL, "small.toml")
+    return parse_cluster(SMALL, "small.toml")
 
 
 def block(flops: float, parameters: int = 0, outputs: int = 1) -> BlockCost:
@@ -125,7 +125,7 @@ def test_nodes_are_filled_in_order() -> None:
     assert [cluster.node_of(rank) for rank in range(4)] == [0, 0, 1, 1]
     with pytest.raises(LayoutError, match=r"rank 4 has no place on .* = 2 \* 2"):
         cluster.node_of(4)
-    assert Cluster.from_toml(TIMES, "t").node_of(10_000) == 10_000
+    assert parse_cluster(TIMES, "t").node_of(10_000) == 10_000
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_nodes_are_filled_in_order() -> None:
 def test_wrong_values_name_file_and_key(old: str, new: str, text: str) -> None:
     assert old in SMALL
     with pytest.raises(ConfigError) as caught:
-        Cluster.from_toml(SMALL.replace(old, new), "small.toml")
+        parse_cluster(SMALL.replace(old, new), "small.toml")
     assert text in str(caught.value) and "small.toml" in str(caught.value)
 
 
@@ -164,7 +164,7 @@ def test_wrong_values_name_file_and_key(old: str, new: str, text: str) -> None:
 )
 def test_unknown_keys_name_a_near_one(old: str, new: str, text: str) -> None:
     with pytest.raises(UnknownKeyError) as caught:
-        Cluster.from_toml(SMALL.replace(old, new), "small.toml")
+        parse_cluster(SMALL.replace(old, new), "small.toml")
     assert text in str(caught.value)
 
 
@@ -180,7 +180,7 @@ def test_unknown_keys_name_a_near_one(old: str, new: str, text: str) -> None:
 )
 def test_incomplete_files_are_refused(toml: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Cluster.from_toml(toml, "part.toml")
+        parse_cluster(toml, "part.toml")
     assert text in str(caught.value)
 
 
@@ -282,7 +282,7 @@ def test_groups_that_leave_a_node_share_its_adapter() -> None:
 
 
 def test_links_that_are_not_shared_keep_their_bandwidth() -> None:
-    cluster = Cluster.from_toml(SMALL.replace("shared = true", ""), "small.toml")
+    cluster = parse_cluster(SMALL.replace("shared = true", ""), "small.toml")
     rings = rings_along(Mesh(pipe=2, data=2, rank_order=PIPE_INSIDE), ("data",), cluster)
     assert {ring.bytes_per_s for ring in rings.values()} == {1e9}
     inter = link_between(cluster, 1, 2)
@@ -520,11 +520,11 @@ def test_tied_weights_count_once_in_a_stage_and_twice_in_two() -> None:
 
 def test_times_need_a_speed() -> None:
     with pytest.raises(ConfigError, match=r"times.toml: cluster.compute is missing"):
-        stage_times([block(1)], Plan(), Cluster.from_toml(TIMES, "times.toml"))
+        stage_times([block(1)], Plan(), parse_cluster(TIMES, "times.toml"))
 
 
 def test_times_from_a_file() -> None:
-    cluster = Cluster.from_toml(TIMES, "times.toml")
+    cluster = parse_cluster(TIMES, "times.toml")
     first, second = stage_times_from_file(cluster, 2)
     assert (first.forward_s, second.forward_s) == (1.0, 2.0)
     assert (first.backward_s, first.weight_s, first.update_s) == (3.0, 0.5, 0.25)
@@ -536,14 +536,14 @@ def test_times_from_a_file() -> None:
 def test_a_written_reduction_is_kept() -> None:
     text = TIMES.replace("update_s", "reduce_s = [7, 8]\njitter = [0, 0.2]\nupdate_s")
     plan = Plan(pipe=2, data=2)
-    times = stage_times_from_file(Cluster.from_toml(text, "times.toml"), 2, plan)
+    times = stage_times_from_file(parse_cluster(text, "times.toml"), 2, plan)
     assert [(one.reduce_s, one.jitter) for one in times] == [(7, 0), (8, 0.2)]
 
 
 def test_lists_must_have_one_number_for_each_stage() -> None:
     text = TIMES.replace("backward_weight_s = 0.5", "backward_weight_s = [1, 2, 3]")
     with pytest.raises(LayoutError) as caught:
-        stage_times_from_file(Cluster.from_toml(text, "times.toml"), 2)
+        stage_times_from_file(parse_cluster(text, "times.toml"), 2)
     assert "times.toml: cluster.stages.backward_weight_s has 3 numbers" in str(caught.value)
     assert "there are 2 stages" in str(caught.value)
     with pytest.raises(ConfigError, match=r"small.toml: cluster.stages is missing"):

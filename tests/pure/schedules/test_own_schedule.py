@@ -268,7 +268,7 @@ def test_the_open_limit_mends_the_papers() -> None:
 
 
 def test_simulated_plans_use_their_options() -> None:
-    machine = Cluster.from_toml(
+    machine = parse_cluster(
         "num_nodes = 1\nranks_per_node = 4\n[links.intra]\nlatency_s = 0.25\nbandwidth_gbps = 1e9\n"
         "[stages]\nforward_s = 1.0\nbackward_s = 2.0\n",
         "test.toml",

@@ -400,7 +400,7 @@ def figures(
         )
         for _ in range(plan.pipe)
     ]
-    cluster = Cluster.from_toml(CLUSTER, "here")
+    cluster = parse_cluster(CLUSTER, "here")
     return average_plan(
         plan, times, cluster, 10.0, tau=tau, overlap=overlap, disturbances=disturbances
     )

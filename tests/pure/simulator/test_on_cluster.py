@@ -15,7 +15,7 @@ NOTHING = Disturbance(rank=0, speed=1.0)  # disturbs nobody, but tells the repli
 
 
 def cluster(*, ranks_per_node: int = 4, shared: bool = True, reduce: str = "") -> Cluster:
-    return Cluster.from_toml(
+    return parse_cluster(
         f"""
 ranks_per_node = {ranks_per_node}
 [links.intra]

@@ -142,7 +142,7 @@ SHAPES: dict[str, ModelShape] = {
 
 def cluster(*, latency_s: float = 0.0, bandwidth_gbps: float = 8e-9) -> Cluster:
     """Bytes a second as given, one unless told otherwise."""
-    return Cluster.from_toml(
+    return parse_cluster(
         f"""
 num_nodes = 1
 ranks_per_node = 64

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ganglion.decide.costs import Cluster, StageTimes, link_between, rings_along
+from ganglion.decide.costs import Cluster, StageTimes, link_between, ring_of
 from ganglion.decide.plan import (
     ASYNC_MSGD,
     HOGWILD_EASGD,
@@ -178,10 +178,11 @@ def _link(plan: Plan, times: Sequence[StageTimes], cluster: Cluster) -> tuple[Me
     held = [times[mesh.coordinates(rank).pipe].gradient_bytes for rank in range(mesh.num_ranks)]
     if not plan.drifts:
         # Columns of ranks exchange at the same time: the slowest counts.
-        rings = rings_along(mesh, ("data",), cluster)
-        group = max(rings, key=lambda g: held[g[0]] / rings[g].bytes_per_s + rings[g].latency_s)
-        ring = rings[group]
-        return MessagePrice(ring.latency_s, 1.0 / ring.bytes_per_s), held[group[0]]
+        firsts = [rank for rank in range(mesh.num_ranks) if mesh.coordinates(rank).data == 0]
+        rings = {rank: ring_of(mesh, "data", cluster, rank) for rank in firsts}
+        rank = max(rings, key=lambda r: held[r] / rings[r].bytes_per_s + rings[r].latency_s)
+        ring = rings[rank]
+        return MessagePrice(ring.latency_s, 1.0 / ring.bytes_per_s), held[rank]
     worker = [rank for rank in range(mesh.num_ranks) if mesh.coordinates(rank).data == 0]
     servers = range(mesh.num_ranks, plan.num_ranks) if plan.servers else worker[:1]
     others = [rank for rank in range(mesh.num_ranks) if mesh.coordinates(rank).data > 0] or worker
