@@ -43,6 +43,7 @@ from ganglion.decide.costs.recompute import (
 )
 from ganglion.decide.costs.stages import (
     balanced_boundaries,
+    computed_again,
     held_blocks,
     stage_times,
     stage_times_from_file,
@@ -96,6 +97,7 @@ __all__ = [
     "builtin_clusters",
     "center_copies",
     "choose_recomputed",
+    "computed_again",
     "find_cluster",
     "gathered_blocks",
     "gathered_memory",

@@ -177,7 +177,7 @@ class _StageClock:
         self._plan, self._cluster, self._blocks = plan, cluster, blocks
         self._compute = cluster.require_compute()
         self._clock = ComputeClock(plan, self._compute)
-        self._again = _computed_again(plan, len(blocks))
+        self._again = computed_again(plan, len(blocks))
 
     def stage(self, numbers: Sequence[int], *, is_first: bool) -> StageTimes:
         plan, compute = self._plan, self._compute
@@ -216,7 +216,7 @@ class _StageClock:
         )
 
 
-def _computed_again(plan: Plan, num_blocks: int) -> frozenset[int]:
+def computed_again(plan: Plan, num_blocks: int) -> frozenset[int]:
     """Return the blocks whose forward is a part of their backward, too."""
     if plan.recompute == "budget":
         raise ConfigError(

@@ -14,6 +14,7 @@ from ganglion.decide.config import AveragingSection, RunFile, expected_shape, ow
 from ganglion.decide.costs import (
     Cluster,
     StageTimes,
+    computed_again,
     held_blocks,
     layer_times,
     model_work,
@@ -109,15 +110,14 @@ def _model_times(run: RunFile, plan: Plan, cluster: Cluster, source: str) -> lis
     times = stage_times(blocks, plan, cluster, held)
     if plan.x * plan.y * plan.z == 1:
         return times
-    overlap = _overlap(plan)
+    overlap, again = _overlap(plan), computed_again(plan, len(blocks))
     return [
         with_collectives(
             one,
             layer_times([blocks[number] for number in mine], plan, cluster, pipe),
             plan.num_microbatches,
             overlap,
-            # Of a plan that computes some blocks again, all are taken to be gathered again.
-            recompute=plan.recompute != "none",
+            recomputed={place for place, number in enumerate(mine) if number in again},
         )
         for pipe, (one, mine) in enumerate(zip(times, held_blocks(blocks, plan, held), strict=True))
     ]

@@ -10,8 +10,10 @@ decides what is gathered when, every axis is one wire, and waiting times are exp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ganglion.decide.costs import LayerTimes, StageTimes
 from ganglion.decide.schedules.buckets import (
@@ -44,18 +46,37 @@ class TensorOverlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStep:
-    """A step of one rank: mean times of a microbatch, and `tail_s` for the last sums after them."""
+    """A step of one rank: mean times of a microbatch, and of these what waits for collectives.
 
+    `tail_s` is the wait for the last sums, after all microbatches.
+    """
+
+    num_microbatches: int
     forward_s: float
     backward_s: float
+    forward_wait_s: float
+    backward_wait_s: float
     tail_s: float
-    compute_s: float
-    total_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """The wait of a microbatch, in the mean."""
+        return self.forward_wait_s + self.backward_wait_s
 
     @property
     def exposed_s(self) -> float:
         """The time in which the step waits for collectives."""
-        return self.total_s - self.compute_s
+        return self.num_microbatches * self.wait_s + self.tail_s
+
+    @property
+    def total_s(self) -> float:
+        """The time of the step."""
+        return self.num_microbatches * (self.forward_s + self.backward_s) + self.tail_s
+
+    @property
+    def compute_s(self) -> float:
+        """The time in which the step computes."""
+        return self.total_s - self.exposed_s
 
 
 def tensor_step(
@@ -63,12 +84,18 @@ def tensor_step(
     num_microbatches: int,
     overlap: TensorOverlap,
     *,
-    recompute: bool = False,
+    recomputed: Collection[int] = (),
+    shortens: bool = True,
 ) -> TensorStep:
-    """Return a step of the layers of a rank in steady state, with the order of gathers known."""
-    driver = _Driver(blocks, overlap, recompute)
-    driver.step(num_microbatches)
-    return driver.step(num_microbatches)
+    """Return a step of the layers of a rank in steady state, with the order of gathers known.
+
+    `recomputed` are the numbers of the blocks whose forward runs again in backward. With
+    `shortens`, microbatches that begin alike are run once.
+    """
+    driver = _Driver(blocks, overlap, recomputed)
+    # The first step learns what is gathered when, inside of a microbatch and after it.
+    driver.step(min(num_microbatches, 2), shortens=False)
+    return driver.step(num_microbatches, shortens=shortens)
 
 
 def with_collectives(
@@ -77,16 +104,32 @@ def with_collectives(
     num_microbatches: int,
     overlap: TensorOverlap,
     *,
-    recompute: bool = False,
+    recomputed: Collection[int] = (),
 ) -> StageTimes:
     """Return the times of a stage with its collectives added; the last sums delay the update."""
-    step = tensor_step(blocks, num_microbatches, overlap, recompute=recompute)
+    step = tensor_step(blocks, num_microbatches, overlap, recomputed=recomputed)
     return replace(
         times,
-        forward_s=step.forward_s,
-        backward_s=max(0.0, step.backward_s - times.weight_s),
+        forward_s=times.forward_s + step.forward_wait_s,
+        backward_s=times.backward_s + step.backward_wait_s,
         update_s=times.update_s + step.tail_s,
-        collective_s=max(0.0, step.exposed_s - step.tail_s) / num_microbatches,
+        collective_s=step.wait_s,
+    )
+
+
+class _Pass(NamedTuple):
+    """Forward and backward of one microbatch, and their waits."""
+
+    forward_s: float
+    backward_s: float
+    forward_wait_s: float
+    backward_wait_s: float
+
+
+def _is_close(one: dict[object, float], other: dict[object, float]) -> bool:
+    """Return whether two states are the same but for rounding."""
+    return one.keys() == other.keys() and all(
+        math.isclose(busy_s, other[key], rel_tol=1e-9, abs_tol=1e-12) for key, busy_s in one.items()
     )
 
 
@@ -94,11 +137,11 @@ class _Driver:
     """The state of one rank: its clock, its wires, its gathers and sums."""
 
     def __init__(
-        self, blocks: Sequence[BlockTimes], overlap: TensorOverlap, recompute: bool
+        self, blocks: Sequence[BlockTimes], overlap: TensorOverlap, recomputed: Collection[int]
     ) -> None:
         self._blocks = blocks
         self._overlap = overlap
-        self._recompute = recompute
+        self._recomputed = recomputed
         self._layers = {layer.weight: layer for block in reversed(blocks) for layer in block}
         self._kept = _kept(self._layers, overlap)
         self._order = GatherOrder()
@@ -107,24 +150,48 @@ class _Driver:
         self._gathered: dict[int, float] = {}  # weight -> when it is gathered
         self._summed: dict[int, float] = {}  # weight -> when its gradient is summed
 
-    def step(self, num_microbatches: int) -> TensorStep:
-        start_s, self._compute_s = self._now_s, 0.0
-        forward_s = backward_s = 0.0
-        for number in range(num_microbatches):
-            begin_s = self._now_s
-            self._forward()
-            middle_s = self._now_s
-            self._backward(is_last=number == num_microbatches - 1)
-            forward_s += middle_s - begin_s
-            backward_s += self._now_s - middle_s
-        tail_s = self._finish()
+    def step(self, num_microbatches: int, *, shortens: bool) -> TensorStep:
+        """Run a step. Microbatches that begin alike pass alike, so of those one may do."""
+        passes: list[_Pass] = []
+        begun: dict[object, float] = {}
+        while len(passes) < num_microbatches - 1:
+            before, begun = begun, self._begun()
+            if shortens and passes and _is_close(before, begun):
+                passes += [passes[-1]] * (num_microbatches - 1 - len(passes))
+            else:
+                passes.append(self._microbatch(is_last=False))
+        passes.append(self._microbatch(is_last=True))
+        means = [sum(column) / num_microbatches for column in zip(*passes, strict=True)]
         return TensorStep(
-            forward_s=forward_s / num_microbatches,
-            backward_s=backward_s / num_microbatches,
-            tail_s=tail_s,
-            compute_s=self._compute_s,
-            total_s=self._now_s - start_s,
+            num_microbatches=num_microbatches,
+            forward_s=means[0],
+            backward_s=means[1],
+            forward_wait_s=means[2],
+            backward_wait_s=means[3],
+            tail_s=self._finish(),
         )
+
+    def _microbatch(self, *, is_last: bool) -> _Pass:
+        begin_s, self._compute_s = self._now_s, 0.0
+        self._forward()
+        forward_s, computed_s = self._now_s - begin_s, self._compute_s
+        self._backward(is_last=is_last)
+        backward_s = self._now_s - begin_s - forward_s
+        return _Pass(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            forward_wait_s=max(0.0, forward_s - computed_s),
+            backward_wait_s=max(0.0, backward_s - (self._compute_s - computed_s)),
+        )
+
+    def _begun(self) -> dict[object, float]:
+        """Return all that the rest depends on: how long wires and weights are still busy."""
+        places = (("wire", self._free_s), ("gathered", self._gathered), ("summed", self._summed))
+        return {
+            (place, key): max(0.0, end_s - self._now_s)
+            for place, ends in places
+            for key, end_s in ends.items()
+        }
 
     def _finish(self) -> float:
         """Wait for the sums of all gradients; then the weights change."""
@@ -148,8 +215,9 @@ class _Driver:
                 self._output(layer, FORWARD)
 
     def _backward(self, *, is_last: bool) -> None:
-        for block in reversed(self._blocks):
-            if self._recompute:
+        for number in reversed(range(len(self._blocks))):
+            block = self._blocks[number]
+            if number in self._recomputed:
                 for layer in block:
                     self._output(layer, RECOMPUTE)
             for layer in reversed(block):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ganglion.decide.costs.cluster import (
-    Cluster,
-    Link,
+from ganglion.decide.costs.block_times import (
+    BlockWork,
+    message_element_bytes,
+    model_work,
+    weight_element_bytes,
+)
+from ganglion.decide.costs.cluster import Cluster, Link
+from ganglion.decide.costs.cluster_file import (
     builtin_clusters,
     find_cluster,
+    parse_cluster,
     read_cluster,
 )
 from ganglion.decide.costs.network import (
@@ -23,15 +29,14 @@ from ganglion.decide.costs.network import (
     all_reduce_s,
     link_between,
     reduce_scatter_s,
-    rings_along,
+    ring_of,
+    slowest_ring,
     transfer_s,
 )
 from ganglion.decide.costs.stages import (
     balanced_boundaries,
-    message_element_bytes,
     stage_times,
     stage_times_from_file,
-    weight_element_bytes,
 )
 from ganglion.decide.costs.times import JITTER_SLOTS, StageTimes, injection_limit
 from ganglion.decide.plan import Plan
@@ -80,14 +85,34 @@ def small() -> Cluster:
     return parse_cluster(SMALL, "small.toml")
 
 
-def block(flops: float, parameters: int = 0, outputs: int = 1) -> BlockCost:
-    return BlockCost(
-        forward_flops=flops,
-        input_flops=flops,
-        weight_flops=flops,
-        num_parameters=parameters,
-        output_elements=outputs,
+def block(flops: float, parameters: int = 0, outputs: int = 1) -> BlockWork:
+    return BlockWork(
+        cost=BlockCost(
+            forward_flops=flops,
+            input_flops=flops,
+            weight_flops=flops,
+            num_parameters=parameters,
+            output_elements=outputs,
+        )
     )
+
+
+def fast_memory() -> Cluster:
+    """The same cluster, where moving bytes takes no time worth counting."""
+    text = SMALL.replace("gbps = 8\njitter", "gbps = 8e12\njitter")
+    return parse_cluster(text.replace("ranks_per_node = 2", "ranks_per_node = 4"), "small.toml")
+
+
+TINY = GPTShape(
+    vocab_size=64,
+    seq_len=16,
+    num_layers=2,
+    hidden=32,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=8,
+    mlp_hidden=128,
+)
 
 
 # Cluster files
@@ -223,7 +248,7 @@ def test_messages_on_summit(num_bytes: int, intra_us: float, inter_us: float) ->
 def test_all_reduce_on_summit(mib: int, intra_ms: float, inter_ms: float, tolerance: float) -> None:
     """AxoNN (2110.13005), figure 4, NCCL: 6 GPUs of one node, 12 GPUs of two."""
     for num_ranks, measured_ms in ((6, intra_ms), (12, inter_ms)):
-        (ring,) = rings_along(Mesh(data=num_ranks), ("data",), find_cluster("summit")).values()
+        ring = ring_of(Mesh(data=num_ranks), "data", find_cluster("summit"), 0)
         assert all_reduce_s(mib * MIB, ring) == pytest.approx(measured_ms * 1e-3, rel=tolerance)
 
 
@@ -234,9 +259,8 @@ def test_data_parallel_phase_on_summit(pipe: int, data: int, measured_s: float) 
     The model is a quarter too fast. Without the sharing it would be 8 times too fast.
     """
     mesh = Mesh(pipe=pipe, data=data, rank_order=PIPE_INSIDE)
-    rings = set(rings_along(mesh, ("data",), find_cluster("summit")).values())
-    assert len(rings) == 1
-    assert all_reduce_s(2 * 12e9 / pipe, rings.pop()) == pytest.approx(measured_s, rel=0.26)
+    ring = slowest_ring(mesh, "data", find_cluster("summit"), 0)
+    assert all_reduce_s(2 * 12e9 / pipe, ring) == pytest.approx(measured_s, rel=0.26)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +275,7 @@ def test_data_parallel_phase_on_summit(pipe: int, data: int, measured_s: float) 
 )  # fmt: skip
 def test_all_gather_on_perlmutter(num_ranks: int, mib: int, bus_gb_per_s: float) -> None:
     """NCCL measurements of axonn-ai/sc2025-pccl-reproducer: from 64 MiB and 1 MiB a rank on."""
-    (ring,) = rings_along(Mesh(z=num_ranks), ("z",), find_cluster("perlmutter")).values()
+    ring = ring_of(Mesh(z=num_ranks), "z", find_cluster("perlmutter"), 0)
     measured_s = (num_ranks - 1) / num_ranks * mib * MIB / (bus_gb_per_s * 1e9)
     assert all_gather_s(mib * MIB, ring) == pytest.approx(measured_s, rel=0.15)
 
@@ -264,27 +288,23 @@ def test_ring_formula_by_hand() -> None:
 
 
 def test_one_rank_needs_no_network() -> None:
-    rings = rings_along(Mesh(data=1, pipe=2), ("data",), small())
-    assert [all_reduce_s(1e9, ring) for ring in rings.values()] == [0.0, 0.0]
+    ring = ring_of(Mesh(data=1, pipe=2), "data", small(), 1)
+    assert all_reduce_s(1e9, ring) == all_gather_s(1e9, ring) == 0.0
 
 
 def test_groups_that_leave_a_node_share_its_adapter() -> None:
     cluster = small()  # 2 nodes of 2 ranks; 1 GB/s between them, shared
-    both = rings_along(Mesh(pipe=2, data=2, rank_order=PIPE_INSIDE), ("data",), cluster)
-    assert {group: ring.bytes_per_s for group, ring in both.items()} == {
-        (0, 2): 0.5e9,
-        (1, 3): 0.5e9,
-    }
-    alone = rings_along(Mesh(data=4), ("data",), cluster)
-    assert [ring.bytes_per_s for ring in alone.values()] == [1e9]
-    inside = rings_along(Mesh(pipe=2, data=2), ("data",), cluster)
-    assert [ring.bytes_per_s for ring in inside.values()] == [10e9, 10e9]
+    both = Mesh(pipe=2, data=2, rank_order=PIPE_INSIDE)
+    assert [ring_of(both, "data", cluster, rank).bytes_per_s for rank in range(4)] == [0.5e9] * 4
+    assert ring_of(Mesh(data=4), "data", cluster, 0).bytes_per_s == 1e9
+    inside = Mesh(pipe=2, data=2)
+    assert [ring_of(inside, "data", cluster, rank).bytes_per_s for rank in range(4)] == [10e9] * 4
 
 
 def test_links_that_are_not_shared_keep_their_bandwidth() -> None:
     cluster = parse_cluster(SMALL.replace("shared = true", ""), "small.toml")
-    rings = rings_along(Mesh(pipe=2, data=2, rank_order=PIPE_INSIDE), ("data",), cluster)
-    assert {ring.bytes_per_s for ring in rings.values()} == {1e9}
+    mesh = Mesh(pipe=2, data=2, rank_order=PIPE_INSIDE)
+    assert slowest_ring(mesh, "data", cluster, 0).bytes_per_s == 1e9
     inter = link_between(cluster, 1, 2)
     assert transfer_s(1e9, inter, num_senders=2) == 1.001
     assert transfer_s(1e9, link_between(small(), 1, 2), num_senders=2) == 2.001
@@ -295,11 +315,65 @@ def test_rings_divide_the_collective_rate() -> None:
     perlmutter = find_cluster("perlmutter")
 
     def rate(x: int, data: int) -> float:
-        rings = rings_along(Mesh(x=x, data=data), ("data",), perlmutter)
-        return min(ring.bytes_per_s for ring in rings.values()) / 1e9
+        return slowest_ring(Mesh(x=x, data=data), "data", perlmutter, 0).bytes_per_s / 1e9
 
     assert [rate(1, 2), rate(2, 2), rate(1, 4)] == pytest.approx([76, 76, 225])
     assert [rate(1, 16), rate(4, 4)] == pytest.approx([62, 62 / 4])
+
+
+class _Everything:
+    """Rings found the long way: every group, every node, every rank."""
+
+    def __init__(self, mesh: Mesh, axis: str, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.groups = {mesh.group_of(rank, (axis,)) for rank in range(mesh.num_ranks)}
+
+    def nodes(self, group: tuple[int, ...]) -> set[int]:
+        return {self.cluster.node_of(rank) for rank in group}
+
+    def rate(self, group: tuple[int, ...]) -> float:
+        nodes = self.nodes(group)
+        crosses = len(nodes) > 1
+        rates = []
+        for node in nodes:
+            here = [one for one in self.groups if node in self.nodes(one)]
+            rings = sum((len(self.nodes(one)) > 1) == crosses for one in here)
+            members = sum(self.cluster.node_of(rank) == node for rank in group)
+            link = self.cluster.inter if crosses else self.cluster.intra
+            assert link is not None
+            single = link.bytes_per_s / (rings if link.shared else 1)
+            if link.collective_gbps is not None:
+                whole = link.collective_gbps * 1e9 / 8
+                full = members == self.cluster.ranks_per_node
+                single = whole if full else min(whole / rings, single)
+            rates.append(single)
+        return min(rates)
+
+
+@pytest.mark.parametrize("order", list(permutations(("x", "z", "data", "pipe"))), ids="-".join)
+@pytest.mark.parametrize("ranks_per_node", [2, 4, 6])
+def test_rings_are_those_of_an_enumeration(order: tuple[str, ...], ranks_per_node: int) -> None:
+    """Small meshes in all rank orders, on nodes that groups fill, straddle or share."""
+    text = SMALL.replace("num_nodes = 2\n", "").replace("= 80\n", "= 80\ncollective_gbps = 100\n")
+    cluster = parse_cluster(
+        text.replace("ranks_per_node = 2", f"ranks_per_node = {ranks_per_node}"), "small.toml"
+    )
+    for x, z, data, pipe in ((2, 2, 2, 2), (2, 3, 2, 1), (1, 3, 4, 2), (4, 1, 3, 2), (1, 1, 6, 4)):
+        mesh = Mesh(x=x, z=z, data=data, pipe=pipe, rank_order=("y", *order))
+        for axis in ("x", "z", "data"):
+            if mesh.size(axis) == 1:
+                continue
+            every = _Everything(mesh, axis, cluster)
+            for group in every.groups:
+                found = ring_of(mesh, axis, cluster, group[-1])
+                assert found.bytes_per_s == pytest.approx(every.rate(group)), (mesh, axis, group)
+                crosses = len(every.nodes(group)) > 1
+                assert found.latency_s == (1e-3 if crosses else 0.0)
+            for place in range(pipe):
+                mine = [g for g in every.groups if mesh.coordinates(g[0]).pipe == place]
+                slowest = slowest_ring(mesh, axis, cluster, place)
+                crossing = [g for g in mine if len(every.nodes(g)) > 1]
+                assert slowest.bytes_per_s == min(every.rate(g) for g in crossing or mine)
 
 
 # Blocks
@@ -379,44 +453,6 @@ def test_as_many_blocks_as_the_shapes_say(layers: int) -> None:
 # Stages
 
 
-@pytest.mark.parametrize(
-    ("layers", "hidden", "heads", "pipe", "microbatch_size", "measured_s"),
-    [
-        (48, 4512, 24, 6, 8, 247.5),
-        (48, 6336, 36, 12, 4, 245.6),
-        (96, 6528, 48, 24, 4, 266.7),
-        (96, 9360, 60, 48, 2, 289.0),
-    ],
-)
-def test_batches_of_axonn_on_summit(
-    layers: int, hidden: int, heads: int, pipe: int, microbatch_size: int, measured_s: float
-) -> None:
-    """AxoNN (2110.13005), tables I and II, figure 9: 16384 sequences, 8 replicas, within 4 %.
-
-    The efficiency of the file was fitted to these batches: one number for four models.
-    """
-    blocks = blocks_of(
-        GPTShape(
-            vocab_size=51200,
-            seq_len=512,
-            num_layers=layers,
-            hidden=hidden,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_size=hidden // heads,
-            mlp_hidden=4 * hidden,
-        ),
-        microbatch_size,
-    )
-    plan = Plan(pipe=pipe, data=8, precision="bf16", recompute="full", rank_order=PIPE_INSIDE)
-    times = stage_times(blocks, plan, find_cluster("summit"))
-    slots = 16384 // 8 // microbatch_size + pipe - 1
-    batch_s = slots * max(one.slot_s for one in times)
-    # The paper reduces fp16 gradients, half of ours.
-    batch_s += max(one.reduce_s / 2 + one.update_s for one in times)
-    assert batch_s == pytest.approx(measured_s, rel=0.04)
-
-
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
 def test_boundaries_are_the_best_of_all(costs: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
@@ -489,12 +525,30 @@ def test_recompute_adds_a_forward_to_the_backward() -> None:
 
 def test_tensor_axes_share_work_and_weights() -> None:
     """z has its own samples in a microbatch, so it shares weights and not work."""
-    (alone,) = stage_times([block(1e12, 800, 64)], Plan(), small())
-    (split,) = stage_times([block(1e12, 800, 64)], Plan(x=2, y=2), small())
-    assert split.forward_s == alone.forward_s / 4
-    assert (split.gradient_bytes, split.message_bytes) == (800, 128)
-    (rows,) = stage_times([block(1e12, 800, 64)], Plan(z=4), small())
-    assert (rows.forward_s, rows.gradient_bytes) == (alone.forward_s, 800)
+
+    def times(**axes: int) -> StageTimes:
+        plan = Plan(**axes)
+        return stage_times(model_work(TINY, plan), plan, fast_memory())[0]
+
+    alone, split, rows = times(), times(x=2, y=2), times(z=4)
+    assert times(x=4).forward_s == pytest.approx(alone.forward_s / 4)
+    assert split.weight_s == pytest.approx(alone.weight_s / 4)
+    assert split.forward_s > alone.forward_s / 4, "y does not split the heads of attention"
+    assert (rows.forward_s, rows.weight_s) == (alone.forward_s, alone.weight_s)
+    assert split.gradient_bytes == rows.gradient_bytes == alone.gradient_bytes / 4
+    assert (split.message_bytes, rows.message_bytes) == (
+        alone.message_bytes / 2,
+        alone.message_bytes,
+    )
+
+
+def test_narrow_pieces_of_a_layer_are_slower_for_each_operation() -> None:
+    """Inputs of a piece are whole along x: a quarter of the flop needs more than that of bytes."""
+    slow = parse_cluster(SMALL.replace("gbps = 8\njitter", "gbps = 0.008\njitter"), "small.toml")
+    alone, split = (
+        stage_times(model_work(TINY, plan), plan, slow)[0] for plan in (Plan(), Plan(x=4))
+    )
+    assert alone.forward_s / 4 < split.forward_s < alone.forward_s
 
 
 def test_stages_are_balanced_unless_the_plan_says_where_to_cut() -> None:
@@ -509,10 +563,10 @@ def test_stages_are_balanced_unless_the_plan_says_where_to_cut() -> None:
 
 def test_tied_weights_count_once_in_a_stage_and_twice_in_two() -> None:
     sizes: dict[str, Any] = {"hidden": 8, "num_heads": 2, "num_kv_heads": 2, "head_size": 4}
-    blocks = blocks_of(
-        GPTShape(vocab_size=5, seq_len=3, num_layers=1, tied_embedding=True, mlp_hidden=9, **sizes),
-        1,
+    shape = GPTShape(
+        vocab_size=5, seq_len=3, num_layers=1, tied_embedding=True, mlp_hidden=9, **sizes
     )
+    blocks = model_work(shape, Plan())
     (whole,) = stage_times(blocks, Plan(), small())
     parts = stage_times(blocks, Plan(pipe=2), small())
     assert sum(one.gradient_bytes for one in parts) - whole.gradient_bytes == 4 * 5 * 8

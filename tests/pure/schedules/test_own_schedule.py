@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from ganglion.decide.config import load_run_file, resolve
-from ganglion.decide.costs import Cluster, StageTimes, find_cluster, stage_times
+from ganglion.decide.costs import (
+    ComputeClock,
+    StageTimes,
+    find_cluster,
+    model_work,
+    parse_cluster,
+    stage_times,
+)
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import (
     BUILT_IN,
@@ -27,7 +34,7 @@ from ganglion.decide.schedules.pipeline import (
 )
 from ganglion.decide.schedules.pipeline.laws import LawBroken
 from ganglion.decide.schedules.pipeline.listed import GPipe, OneFOneB
-from ganglion.decide.shapes import MLPShape, blocks_of
+from ganglion.decide.shapes import MLPShape
 from ganglion.decide.simulator import simulate, simulate_plan, with_known_costs
 from ganglion.errors import ConfigError, GanglionError, LayoutError
 
@@ -346,12 +353,13 @@ def test_the_times_of_several_chunks_add_up_by_rank() -> None:
     """Rank 0 of a V holds the first stage and the last, and sends what the first one makes."""
     plan = Plan(pipe=2, schedule="zero_bubble_v", num_microbatches=2, stage_boundaries=(1, 2, 3))
     machine = find_cluster("laptop")
-    blocks = blocks_of(MLPShape(num_inputs=8, num_outputs=3, num_layers=4, hidden=16), 1)
+    blocks = model_work(MLPShape(num_inputs=8, num_outputs=3, num_layers=4, hidden=16), plan)
     stage_map = planned_stage_map(plan)
     held = [stage_map.stages_of(rank) for rank in range(2)]
     first, second = stage_times(blocks, plan, machine, held)
-    flops = [block.forward_flops for block in blocks]
-    assert first.forward_s / second.forward_s == pytest.approx(
-        (flops[0] + flops[3]) / (flops[1] + flops[2])
-    )
+    clock = ComputeClock(plan, machine.require_compute())
+    forward_s = [clock.block(block).forward_s for block in blocks]
+    action_s = machine.require_compute().action_s
+    assert first.forward_s == pytest.approx(forward_s[0] + forward_s[3] + action_s)
+    assert second.forward_s == pytest.approx(forward_s[1] + forward_s[2] + action_s)
     assert first.message_bytes == second.message_bytes == 16 * 4

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ganglion.decide.costs import Cluster, StageTimes
+from ganglion.decide.costs import StageTimes, parse_cluster
 from ganglion.decide.plan import Plan
 from ganglion.decide.simulator.averaging.costs import (
     RING,

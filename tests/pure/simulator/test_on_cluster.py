@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ganglion.decide.costs import Cluster, StageTimes, stage_times_from_file
+from ganglion.decide.costs import Cluster, StageTimes, parse_cluster, stage_times_from_file
 from ganglion.decide.plan import Plan
 from ganglion.decide.simulator import Disturbance, PlanSimulation, simulate_plan
 from ganglion.decide.simulator.on_cluster import ClusterNetwork, global_rank
