@@ -19,6 +19,7 @@ from ganglion.decide.costs.cluster_file import (
     parse_cluster,
     read_cluster,
 )
+from ganglion.decide.costs.flops import BatchFlops, batch_flops
 from ganglion.decide.costs.memory import (
     CATEGORIES,
     FP32,
@@ -73,6 +74,7 @@ __all__ = [
     "MIXED",
     "PAPER",
     "TWO_MASTERS",
+    "BatchFlops",
     "BlockTimes",
     "BlockWork",
     "Choice",
@@ -94,6 +96,7 @@ __all__ = [
     "activation_memory",
     "arriving_copies",
     "balanced_boundaries",
+    "batch_flops",
     "builtin_clusters",
     "center_copies",
     "choose_recomputed",

@@ -33,7 +33,8 @@ class StageTimes:
     that does not split the backward takes both at once. `jitter` is the sigma of a log-normal
     factor on every computation, with median 1. `message_bytes` go to the next stage and, as
     gradients, back from it; `gradient_bytes` are summed over the replicas of the stage.
-    `collective_s` is the wait of a microbatch for collectives inside layers, a part of its times.
+    `collective_s` is the wait of a microbatch for collectives inside layers, a part of its times;
+    `late_sums_s` is the part of the update that waits for the last of them.
     """
 
     forward_s: float
@@ -46,6 +47,7 @@ class StageTimes:
     message_bytes: int = 0
     gradient_bytes: int = 0
     collective_s: float = 0.0
+    late_sums_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -71,6 +73,7 @@ class StageTimes:
             message_bytes=self.message_bytes,
             gradient_bytes=self.gradient_bytes // parts,
             collective_s=self.collective_s / parts,
+            late_sums_s=self.late_sums_s / parts,
         )
 
 

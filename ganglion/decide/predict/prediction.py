@@ -23,13 +23,22 @@ from ganglion.decide.config import (
     read_toml,
     resolve,
 )
-from ganglion.decide.costs import CATEGORIES, Cluster, Memory, StateRules, find_cluster
+from ganglion.decide.costs import (
+    CATEGORIES,
+    Cluster,
+    Memory,
+    StateRules,
+    batch_flops,
+    find_cluster,
+    stage_times_from_file,
+)
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict.budget import decide_activations, fit_budget
 from ganglion.decide.predict.memory import predicted_memory, server_memory, state_rules
 from ganglion.decide.predict.step_time import (
     StepFigures,
     StepSetting,
+    model_times,
     planned_times,
     predict_step,
 )
@@ -73,12 +82,15 @@ class Prediction:
     """A plan, the time of its steps, and the memory of its ranks.
 
     `memory` is None where the size of the model is not known: of a plan without a run file, and of
-    models and data sets of your own.
+    models and data sets of your own; so are the shares of the cluster's peak. `peak_share` counts
+    the forward that a plan computes again, as papers do; `model_peak_share` does not.
     """
 
     plan: Plan
     step: StepFigures
     memory: MemoryFigures | None
+    peak_share: float | None = None
+    model_peak_share: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -89,6 +101,11 @@ class Prediction:
     def idle_share(self) -> float:
         """Share of the time in which ranks do not compute, in the mean of all."""
         return self.step.bubble
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a step in which a rank waits for communication, in the mean of pipe ranks."""
+        return self.step.exposed_s
 
     @property
     def memory_by_rank(self) -> list[dict[str, int]] | None:
@@ -134,7 +151,47 @@ def predict(
     step, _ = predict_step(plan, planned_times(plan, on, run, name), on, setting)
     if run is None or own_code_key(run) is not None:
         return Prediction(plan=plan, step=step, memory=None)
-    return Prediction(plan=plan, step=step, memory=predict_memory(run, plan, on))
+    shares = _peak_shares(expected_shape(run), plan, on, step.step_s)
+    return Prediction(plan=plan, step=step, memory=predict_memory(run, plan, on), **shares)
+
+
+def predict_layout(
+    shape: ModelShape,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    rules: StateRules | None = None,
+    num_steps: int = 3,
+    seed: int = 0,
+) -> Prediction:
+    """Predict a plan for a model on a cluster, without a run file.
+
+    `rules` say how the optimizer keeps parameters, by default AdamW. `num_steps` are simulated;
+    `seed` decides their jitter. Times come from [stages] of the cluster file, if it has them.
+    """
+    plan.require_built()
+    check_planned(plan)
+    if cluster.stages is not None:
+        times = stage_times_from_file(cluster, plan.pipe, plan)
+    else:
+        times = model_times(shape, plan, cluster)
+    setting = StepSetting(num_steps=num_steps, seed=seed)
+    step, _ = predict_step(plan, times, cluster, setting)
+    memory = shape_memory(shape, plan, rules or StateRules(), _device_budget(cluster))
+    return Prediction(
+        plan=plan, step=step, memory=memory, **_peak_shares(shape, plan, cluster, step.step_s)
+    )
+
+
+def _peak_shares(
+    shape: ModelShape, plan: Plan, cluster: Cluster, step_s: float
+) -> dict[str, float]:
+    """Return both shares of the peak, where the peak is known."""
+    if cluster.compute is None:
+        return {}
+    flops = batch_flops(shape, plan)
+    possible = step_s * plan.mesh().num_ranks * cluster.compute.peak_flops(plan.computes_in)
+    return {"peak_share": flops.hardware / possible, "model_peak_share": flops.model / possible}
 
 
 def _as_text(value: Any) -> str:
@@ -211,30 +268,41 @@ def num_cluster_ranks(run: RunFile, cluster: Cluster) -> int | None:
 
 def predict_memory(run: RunFile, plan: Plan, cluster: Cluster | None = None) -> MemoryFigures:
     """Return the memory of a built-in model's ranks, with the budget of the run or cluster."""
-    shape = expected_shape(run)
+    return shape_memory(expected_shape(run), plan, state_rules(run), _budget(run, cluster))
+
+
+_Budget = tuple[str, int] | None  # the key that limits the memory of a rank, and its bytes
+
+
+def shape_memory(
+    shape: ModelShape, plan: Plan, rules: StateRules, budget: _Budget = None
+) -> MemoryFigures:
+    """Return the memory of a model's ranks, and whether they fit a budget if there is one."""
     if isinstance(shape, GPTShape):
         check_vocabulary(shape.vocab_size, plan)
-    rows = _rows(shape, plan, state_rules(run))
+    rows = _rows(shape, plan, rules)
     worst = max(row.total_bytes for row in rows)
-    key, budget_bytes = _budget(run, cluster)
     return MemoryFigures(
         schedule=plan.schedule,
         num_ranks=plan.num_ranks,
         recompute=plan.recompute,
         precision=plan.precision,
-        budget_key=key,
-        budget_bytes=budget_bytes,
-        fits=None if budget_bytes is None else worst <= budget_bytes,
+        budget_key=None if budget is None else budget[0],
+        budget_bytes=None if budget is None else budget[1],
+        fits=None if budget is None else worst <= budget[1],
         rows=rows,
     )
 
 
-def _budget(run: RunFile, cluster: Cluster | None) -> tuple[str | None, int | None]:
-    """Return the key that limits the memory of a rank, and its bytes; None if none is given."""
+def _budget(run: RunFile, cluster: Cluster | None) -> _Budget:
     if run.memory.device_gib > 0:
         return "device_gib", round(run.memory.device_gib * GIB)
-    if cluster is None or cluster.compute is None:
-        return None, None
+    return None if cluster is None else _device_budget(cluster)
+
+
+def _device_budget(cluster: Cluster) -> _Budget:
+    if cluster.compute is None:
+        return None
     return "memory_gib", round(cluster.compute.memory_gib * GIB)
 
 

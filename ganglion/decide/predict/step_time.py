@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from statistics import fmean
 
 from ganglion.decide.config import AveragingSection, RunFile, expected_shape, own_code_key
 from ganglion.decide.costs import (
@@ -23,6 +24,7 @@ from ganglion.decide.costs import (
 )
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import planned_stage_map
+from ganglion.decide.shapes import ModelShape
 from ganglion.decide.simulator import (
     Disturbance,
     PlanSimulation,
@@ -48,6 +50,8 @@ class StepFigures:
     `step_s` is the mean time from one step's end to the next, the first step left out if there are
     more: a pipeline that never flushes fills only once. Lists have one entry for each pipe rank.
     `collective_s` is the part of forward and backward that waits for collectives inside layers.
+    `exposed_s` is the time of a step in which a rank waits for communication and computes nothing,
+    in the mean of the pipe ranks: for messages, reductions and collectives inside layers.
     """
 
     schedule: str
@@ -66,6 +70,7 @@ class StepFigures:
     message_bytes: list[int]
     reduce_s: list[float]
     collective_s: list[float]
+    exposed_s: float
     averaging: AveragingFigures | None = None
 
 
@@ -93,18 +98,21 @@ def planned_times(
             f"{source} is a plan, which does not say how large the model is: give the run file "
             f"instead, or write the times as [stages] into {cluster.source}"
         )
-    return _model_times(run, plan, cluster, source)
-
-
-def _model_times(run: RunFile, plan: Plan, cluster: Cluster, source: str) -> list[StageTimes]:
-    """Return times from the model's own costs, with the waits of split layers."""
     key = own_code_key(run)
     if key is not None:
         raise ConfigError(
             f"{source}: {key} is code of your own, whose cost cannot be known before it runs: "
             f"write its times as [stages] into the cluster file"
         )
-    stage_map, shape = planned_stage_map(plan), expected_shape(run)
+    return model_times(expected_shape(run), plan, cluster)
+
+
+def model_times(shape: ModelShape, plan: Plan, cluster: Cluster) -> list[StageTimes]:
+    """Return the times of every pipe coordinate from the costs of a model's blocks.
+
+    What layers wait for where x, y or z split them is a part of these times.
+    """
+    stage_map = planned_stage_map(plan)
     held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
     blocks = model_work(shape, plan)
     times = stage_times(blocks, plan, cluster, held)
@@ -214,7 +222,19 @@ def _figures(
         message_bytes=[stage.message_bytes for stage in times],
         reduce_s=[stage.reduce_s for stage in times],
         collective_s=[stage.collective_s for stage in times],
+        exposed_s=_exposed_s(result, times, [one.exposed_comm_s for one in ranks]),
     )
+
+
+def _exposed_s(
+    result: PlanSimulation, times: Sequence[StageTimes], outside_s: Sequence[float]
+) -> float:
+    """Return the wait of a step, given that outside of computations over all steps."""
+    num_steps = len(result.simulation.batches)
+    inside_s = [
+        result.plan.num_microbatches * stage.collective_s + stage.late_sums_s for stage in times
+    ]
+    return fmean(a / num_steps + b for a, b in zip(outside_s, inside_s, strict=True))
 
 
 def _step_s(result: PlanSimulation, replica: int | None = None) -> float:

@@ -114,6 +114,7 @@ def with_collectives(
         backward_s=times.backward_s + step.backward_wait_s,
         update_s=times.update_s + step.tail_s,
         collective_s=step.wait_s,
+        late_sums_s=step.tail_s,
     )
 
 
