@@ -3,6 +3,7 @@
 A cost follows from shapes, a plan and a cluster alone; run files and the clock do not enter.
 """
 
+from ganglion.decide.costs.axonn import AxonnTimes, axonn_times, prefix_rate
 from ganglion.decide.costs.block_times import (
     BlockTimes,
     BlockWork,
@@ -59,6 +60,7 @@ from ganglion.decide.costs.tensor_bytes import (
     tensor_traffic,
 )
 from ganglion.decide.costs.times import StageTimes, injection_limit
+from ganglion.decide.costs.two_bw import two_bw_batch_s, two_bw_step_s
 from ganglion.decide.costs.working_memory import (
     StageBlocks,
     activation_memory,
@@ -74,6 +76,7 @@ __all__ = [
     "MIXED",
     "PAPER",
     "TWO_MASTERS",
+    "AxonnTimes",
     "BatchFlops",
     "BlockTimes",
     "BlockWork",
@@ -95,6 +98,7 @@ __all__ = [
     "Traffic",
     "activation_memory",
     "arriving_copies",
+    "axonn_times",
     "balanced_boundaries",
     "batch_flops",
     "builtin_clusters",
@@ -113,6 +117,7 @@ __all__ = [
     "model_work",
     "moved_to_tier",
     "parse_cluster",
+    "prefix_rate",
     "read_cluster",
     "ring_of",
     "ring_sent",
@@ -124,6 +129,8 @@ __all__ = [
     "state_entries",
     "state_memory",
     "tensor_traffic",
+    "two_bw_batch_s",
+    "two_bw_step_s",
     "with_norm",
     "written",
 ]
