@@ -13,7 +13,7 @@ from ganglion.decide.costs.block_times import (
     layer_times,
     model_work,
 )
-from ganglion.decide.costs.cluster import Cluster, Compute, Link
+from ganglion.decide.costs.cluster import Cluster, Compute, Link, Runtime, Tier
 from ganglion.decide.costs.cluster_file import (
     builtin_clusters,
     find_cluster,
@@ -49,6 +49,7 @@ from ganglion.decide.costs.stages import (
     held_blocks,
     stage_times,
     stage_times_from_file,
+    with_blocking_messages,
 )
 from ganglion.decide.costs.tensor_bytes import (
     PAPER,
@@ -92,9 +93,11 @@ __all__ = [
     "RankBlocks",
     "Repeats",
     "Ring",
+    "Runtime",
     "StageBlocks",
     "StageTimes",
     "StateRules",
+    "Tier",
     "Traffic",
     "activation_memory",
     "arriving_copies",
@@ -131,6 +134,7 @@ __all__ = [
     "tensor_traffic",
     "two_bw_batch_s",
     "two_bw_step_s",
+    "with_blocking_messages",
     "with_norm",
     "written",
 ]

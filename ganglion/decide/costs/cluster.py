@@ -25,6 +25,10 @@ shared = true               # one adapter for all ranks of the node
 read_gbps = 90              # of one rank, while all ranks of the node move theirs
 write_gbps = 90
 
+[runtime]                   # of the engine; both are true where they are left out
+overlaps_messages = true    # stages compute while messages are under way
+overlaps_reduction = true   # and while replicas sum gradients and update
+
 [prefix_rates]              # the communication model of AxoNN-4D, for `--method axonn`
 inter_gbps = 640
 intra_gbps = {"1x2" = 608}  # "ranks inside x ranks of the group"
@@ -113,6 +117,19 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What the engine of a run can do while it computes; ours can do all of it.
+
+    Without `overlaps_messages`, sender and receiver both stop for each message; without
+    `overlaps_reduction`, a rank stops for its reduction and its update. So do the released engines
+    of Megatron-LM, DeepSpeed and PipeDream-2BW.
+    """
+
+    overlaps_messages: bool = True
+    overlaps_reduction: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixRates:
     """The bandwidths of AxoNN-4D's communication model (2502.08145, section V-B; spec B.3).
 
@@ -149,6 +166,7 @@ class Cluster:
     intra: Link | None = None
     inter: Link | None = None
     tiers: Mapping[str, Tier] = field(default_factory=dict)
+    runtime: Runtime = Runtime()
     prefix_rates: PrefixRates | None = None
     price_per_hour: float | None = None
     stages: StageTable | None = None

@@ -21,6 +21,7 @@ from ganglion.decide.costs.cluster import (
     Link,
     PerStage,
     PrefixRates,
+    Runtime,
     StageTable,
     Tier,
 )
@@ -100,8 +101,8 @@ class _Table:
             raise self.wrong(name, "it must be text")
         return value
 
-    def flag(self, name: str) -> bool:
-        value = self._values.get(name, False)
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._values.get(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, "it must be true or false")
         return value
@@ -169,6 +170,7 @@ def _cluster(table: _Table) -> Cluster:
         intra=_link(links.table("intra")),
         inter=_link(links.table("inter")),
         tiers=_tiers(table.table("tiers")),
+        runtime=_runtime(table.table("runtime")),
         prefix_rates=_prefix_rates(table.table("prefix_rates")),
         price_per_hour=table.positive_or_none("price_per_hour"),
         stages=_stages(table.table("stages")),
@@ -223,7 +225,7 @@ def _link(table: _Table | None) -> Link | None:
         latency_s=table.number("latency_s"),
         bandwidth_gbps=table.positive("bandwidth_gbps"),
         collective_gbps=table.positive_or_none("collective_gbps"),
-        shared=table.flag("shared"),
+        shared=table.flag("shared", False),
     )
 
 
@@ -238,6 +240,14 @@ def _tier(table: _Table | None) -> Tier:
     assert table is not None, "only tiers that are there are read"
     table.check_keys([field.name for field in fields(Tier)])
     return Tier(read_gbps=table.positive("read_gbps"), write_gbps=table.positive("write_gbps"))
+
+
+def _runtime(table: _Table | None) -> Runtime:
+    if table is None:
+        return Runtime()
+    names = [field.name for field in fields(Runtime)]
+    table.check_keys(names)
+    return Runtime(**{name: table.flag(name, True) for name in names})
 
 
 def _prefix_rates(table: _Table | None) -> PrefixRates | None:

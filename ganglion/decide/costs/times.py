@@ -33,7 +33,8 @@ class StageTimes:
     that does not split the backward takes both at once. `jitter` is the sigma of a log-normal
     factor on every computation, with median 1. `message_bytes` go to the next stage and, as
     gradients, back from it; `gradient_bytes` are summed over the replicas of the stage.
-    `collective_s` is the wait of a microbatch for collectives inside layers, a part of its times;
+    `collective_s` is the part of forward and backward that waits: for collectives inside layers,
+    and for messages if the engine stops for them;
     `late_sums_s` is the part of the update that waits for the last of them.
     """
 

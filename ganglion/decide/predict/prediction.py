@@ -30,7 +30,6 @@ from ganglion.decide.costs import (
     StateRules,
     batch_flops,
     find_cluster,
-    stage_times_from_file,
 )
 from ganglion.decide.plan import Plan
 from ganglion.decide.predict.budget import decide_activations, fit_budget
@@ -38,9 +37,10 @@ from ganglion.decide.predict.memory import predicted_memory, server_memory, stat
 from ganglion.decide.predict.step_time import (
     StepFigures,
     StepSetting,
+    file_times,
     model_times,
     planned_times,
-    predict_step,
+    predict_figures,
 )
 from ganglion.decide.schedules.pipeline import check_planned
 from ganglion.decide.shapes import GPTShape, ModelShape
@@ -148,7 +148,7 @@ def predict(
     plan.require_built()
     averaging = AveragingSection() if run is None else run.averaging
     setting = StepSetting(num_steps=steps, seed=seed, averaging=averaging)
-    step, _ = predict_step(plan, planned_times(plan, on, run, name), on, setting)
+    step = predict_figures(plan, planned_times(plan, on, run, name), on, setting)
     if run is None or own_code_key(run) is not None:
         return Prediction(plan=plan, step=step, memory=None)
     shares = _peak_shares(expected_shape(run), plan, on, step.step_s)
@@ -171,12 +171,9 @@ def predict_layout(
     """
     plan.require_built()
     check_planned(plan)
-    if cluster.stages is not None:
-        times = stage_times_from_file(cluster, plan.pipe, plan)
-    else:
-        times = model_times(shape, plan, cluster)
-    setting = StepSetting(num_steps=num_steps, seed=seed)
-    step, _ = predict_step(plan, times, cluster, setting)
+    in_file = cluster.stages is not None
+    times = file_times(plan, cluster) if in_file else model_times(shape, plan, cluster)
+    step = predict_figures(plan, times, cluster, StepSetting(num_steps=num_steps, seed=seed))
     memory = shape_memory(shape, plan, rules or StateRules(), _device_budget(cluster))
     return Prediction(
         plan=plan, step=step, memory=memory, **_peak_shares(shape, plan, cluster, step.step_s)

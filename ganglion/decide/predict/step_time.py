@@ -21,17 +21,21 @@ from ganglion.decide.costs import (
     model_work,
     stage_times,
     stage_times_from_file,
+    with_blocking_messages,
 )
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import planned_stage_map
 from ganglion.decide.shapes import ModelShape
 from ganglion.decide.simulator import (
     Disturbance,
-    PlanSimulation,
+    PlanFigures,
     TensorOverlap,
+    figures_of,
+    simulate_figures,
     simulate_plan,
     with_collectives,
 )
+from ganglion.decide.simulator import step_s as simulated_step_s
 from ganglion.decide.simulator.averaging import (
     AveragingFigures,
     average_plan,
@@ -39,7 +43,7 @@ from ganglion.decide.simulator.averaging import (
     worker_disturbances,
 )
 from ganglion.errors import ConfigError
-from ganglion.trace import Event, summarise
+from ganglion.trace import Event
 from ganglion.units import MIB
 
 
@@ -92,7 +96,7 @@ def planned_times(
     Without a run the cluster must have [stages]: a plan does not know the size of the model.
     """
     if cluster.stages is not None:
-        return stage_times_from_file(cluster, plan.pipe, plan)
+        return file_times(plan, cluster)
     if run is None:
         raise ConfigError(
             f"{source} is a plan, which does not say how large the model is: give the run file "
@@ -107,6 +111,14 @@ def planned_times(
     return model_times(expected_shape(run), plan, cluster)
 
 
+def file_times(plan: Plan, cluster: Cluster) -> list[StageTimes]:
+    """Return the times of every pipe coordinate from [stages] of the cluster file."""
+    times = stage_times_from_file(cluster, plan.pipe, plan)
+    if cluster.runtime.overlaps_messages:
+        return times
+    return with_blocking_messages(times, planned_stage_map(plan).num_chunks)
+
+
 def model_times(shape: ModelShape, plan: Plan, cluster: Cluster) -> list[StageTimes]:
     """Return the times of every pipe coordinate from the costs of a model's blocks.
 
@@ -116,6 +128,8 @@ def model_times(shape: ModelShape, plan: Plan, cluster: Cluster) -> list[StageTi
     held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
     blocks = model_work(shape, plan)
     times = stage_times(blocks, plan, cluster, held)
+    if not cluster.runtime.overlaps_messages:
+        times = with_blocking_messages(times, stage_map.num_chunks)
     if plan.x * plan.y * plan.z == 1:
         return times
     overlap, again = _overlap(plan), computed_again(plan, len(blocks))
@@ -146,12 +160,24 @@ def predict_step(
     plan: Plan, times: Sequence[StageTimes], cluster: Cluster, setting: StepSetting
 ) -> tuple[StepFigures, list[Event]]:
     """Return the figures of a simulated plan, and its trace; under averaging, that of a worker."""
-    result = _simulated(plan, times, cluster, setting, setting.disturbances)
-    events = result.simulation.events(result.global_rank)
-    figures = _figures(result, times, events)
-    if plan.averages:
-        figures = _averaged(figures, plan, times, cluster, setting)
-    return figures, events
+    result = simulate_plan(
+        plan,
+        without_sums(times) if plan.averages else times,
+        cluster,
+        num_steps=setting.num_steps,
+        disturbances=setting.disturbances,
+        seed=setting.seed,
+    )
+    figures = _completed(figures_of(result), plan, times, cluster, setting)
+    return figures, result.simulation.events(result.global_rank)
+
+
+def predict_figures(
+    plan: Plan, times: Sequence[StageTimes], cluster: Cluster, setting: StepSetting
+) -> StepFigures:
+    """Return the same figures sooner, without a trace: of many microbatches few are simulated."""
+    found = _simulated(plan, times, cluster, setting, setting.disturbances)
+    return _completed(found, plan, times, cluster, setting)
 
 
 def _simulated(
@@ -160,8 +186,8 @@ def _simulated(
     cluster: Cluster,
     setting: StepSetting,
     disturbances: tuple[Disturbance, ...],
-) -> PlanSimulation:
-    return simulate_plan(
+) -> PlanFigures:
+    return simulate_figures(
         plan,
         without_sums(times) if plan.averages else times,
         cluster,
@@ -169,6 +195,18 @@ def _simulated(
         disturbances=disturbances,
         seed=setting.seed,
     )
+
+
+def _completed(
+    found: PlanFigures,
+    plan: Plan,
+    times: Sequence[StageTimes],
+    cluster: Cluster,
+    setting: StepSetting,
+) -> StepFigures:
+    """Return the figures of a plan, with averaging if it averages."""
+    figures = _figures(found, plan, times, cluster, setting.num_steps)
+    return _averaged(figures, plan, times, cluster, setting) if plan.averages else figures
 
 
 def _averaged(
@@ -182,8 +220,17 @@ def _averaged(
 
     @cache
     def step_s(worker: int, disturbed: tuple[Disturbance, ...]) -> float:
-        alone = _simulated(plan, times, cluster, setting, disturbed)
-        return _step_s(alone, worker if disturbed else 0)  # undisturbed, one stands for all
+        if not disturbed:  # one stands for all
+            return _simulated(plan, times, cluster, setting, ()).step_s
+        alone = simulate_plan(
+            plan,
+            without_sums(times),
+            cluster,
+            num_steps=setting.num_steps,
+            disturbances=disturbed,
+            seed=setting.seed,
+        )
+        return simulated_step_s(alone, worker)
 
     found = average_plan(
         plan,
@@ -200,49 +247,34 @@ def _averaged(
 
 
 def _figures(
-    result: PlanSimulation, times: Sequence[StageTimes], events: Sequence[Event]
+    found: PlanFigures, plan: Plan, times: Sequence[StageTimes], cluster: Cluster, num_steps: int
 ) -> StepFigures:
-    run, plan = result.simulation, result.plan
-    by_rank = {one.rank: one for one in summarise(events).ranks}
-    ranks = [by_rank[result.global_rank(place)] for place in range(plan.pipe)]
+    waits_s = [one.waits_s for one in found.uses]
     return StepFigures(
         schedule=plan.schedule,
         num_ranks=plan.num_ranks,
         num_microbatches=plan.num_microbatches,
-        limit=result.options.limit,
-        step_s=_step_s(result),
-        makespan_s=run.makespan_s,
-        bubble=run.bubble(),
-        bubbles=[one.bubble for one in ranks],
-        exposed_comm_s=[one.exposed_comm_s for one in ranks],
-        peak_live=run.peak_live(),
-        versions=run.num_versions(),
+        limit=found.limit,
+        step_s=found.step_s,
+        makespan_s=found.makespan_s,
+        bubble=found.bubble,
+        bubbles=found.bubbles,
+        exposed_comm_s=waits_s,
+        peak_live=found.peak_live,
+        versions=found.versions,
         forward_s=[stage.forward_s for stage in times],
         backward_s=[stage.backward_s + stage.weight_s for stage in times],
         message_bytes=[stage.message_bytes for stage in times],
         reduce_s=[stage.reduce_s for stage in times],
         collective_s=[stage.collective_s for stage in times],
-        exposed_s=_exposed_s(result, times, [one.exposed_comm_s for one in ranks]),
+        exposed_s=fmean(
+            wait_s / num_steps + _inside_s(plan, stage, cluster)
+            for wait_s, stage in zip(waits_s, times, strict=True)
+        ),
     )
 
 
-def _exposed_s(
-    result: PlanSimulation, times: Sequence[StageTimes], outside_s: Sequence[float]
-) -> float:
-    """Return the wait of a step, given that outside of computations over all steps."""
-    num_steps = len(result.simulation.batches)
-    inside_s = [
-        result.plan.num_microbatches * stage.collective_s + stage.late_sums_s for stage in times
-    ]
-    return fmean(a / num_steps + b for a, b in zip(outside_s, inside_s, strict=True))
-
-
-def _step_s(result: PlanSimulation, replica: int | None = None) -> float:
-    """Return the mean time between the last updates of steps, of all replicas or of one."""
-    ends: dict[int, float] = {}
-    for action, _, end_s, _, place in result.simulation.rows:
-        if action.kind == "U" and replica in (None, place // result.plan.pipe):
-            ends[action.index] = max(end_s, ends.get(action.index, 0.0))
-    if len(ends) == 1:
-        return ends[0]
-    return (ends[max(ends)] - ends[0]) / (len(ends) - 1)
+def _inside_s(plan: Plan, stage: StageTimes, cluster: Cluster) -> float:
+    """Return what a stage waits for in a step while the simulator takes it to compute or update."""
+    reduce_s = 0.0 if cluster.runtime.overlaps_reduction else stage.reduce_s
+    return plan.num_microbatches * stage.collective_s + stage.late_sums_s + reduce_s

@@ -18,7 +18,8 @@ from ganglion.decide.simulator.options import (
     Transfer,
 )
 from ganglion.decide.simulator.pipeline import simulate
-from ganglion.decide.simulator.result import Simulation
+from ganglion.decide.simulator.result import RankUse, Simulation
+from ganglion.decide.simulator.steady import PlanFigures, figures_of, simulate_figures, step_s
 from ganglion.decide.simulator.tensor_step import (
     TensorOverlap,
     TensorStep,
@@ -29,15 +30,20 @@ from ganglion.decide.simulator.tensor_step import (
 __all__ = [
     "Disturbance",
     "Network",
+    "PlanFigures",
     "PlanSimulation",
+    "RankUse",
     "Route",
     "Simulation",
     "SimulationOptions",
     "TensorOverlap",
     "TensorStep",
     "Transfer",
+    "figures_of",
     "simulate",
+    "simulate_figures",
     "simulate_plan",
+    "step_s",
     "tensor_step",
     "with_collectives",
     "with_default_limit",

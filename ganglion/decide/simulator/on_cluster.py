@@ -7,6 +7,7 @@ its messages count for theirs too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -94,12 +95,20 @@ def simulate_plan(
     ]
     num_replicas = num_simulated(times, plan.data, disturbances)
     network = ClusterNetwork(plan, cluster, chunk_times, num_replicas, schedules)
+    blocked_s: tuple[float, ...] = ()
+    if not cluster.runtime.overlaps_reduction:
+        blocked_s = tuple(one.reduce_s + one.update_s for one in chunk_times)
+        chunk_times = [replace(one, reduce_s=0.0, update_s=0.0) for one in chunk_times]
     simulation = simulate(
         lambda rank: planned_schedule(plan, rank, schedules),
         chunk_times,
         [plan.num_microbatches] * num_steps,
         SimulationOptions(
-            num_replicas=plan.data, network=network, disturbances=disturbances, seed=seed
+            num_replicas=plan.data,
+            network=network,
+            disturbances=disturbances,
+            seed=seed,
+            blocked_s=blocked_s,
         ),
     )
     options = planned_options(plan, schedules)
@@ -125,7 +134,8 @@ class ClusterNetwork:
         self._num_replicas = num_replicas
         self._stage_map = planned_stage_map(plan, schedules)
         self._routes: dict[tuple[int, int], Route] = {}
-        self._fixed = cluster.stages is not None and cluster.stages.reduce_s is not None
+        given = cluster.stages is not None and cluster.stages.reduce_s is not None
+        self._fixed = given or not cluster.runtime.overlaps_reduction
 
     def route(self, source: int, target: int) -> Route:
         """Return the route of a message between two simulated ranks."""
@@ -136,7 +146,7 @@ class ClusterNetwork:
     def reduction(self, stage: int) -> tuple[Transfer, ...]:
         """Return what the all-reduce of a stage moves on each adapter, or on a link of its own.
 
-        Nothing if the cluster file gives the time, or there is only one replica.
+        Nothing if the times of the stage contain it, or there is only one replica.
         """
         pipe = self._stage_map.rank_of(stage)
         first = global_rank(self._plan, pipe)
@@ -153,6 +163,8 @@ class ClusterNetwork:
 
     def _find_route(self, source: int, target: int) -> Route:
         sender, receiver = (global_rank(self._plan, sim_rank) for sim_rank in (source, target))
+        if not self._cluster.runtime.overlaps_messages:  # the times of stages contain them
+            return Route(None, math.inf, 0.0)
         link = link_between(self._cluster, sender, receiver)
         node = self._cluster.node_of(sender)
         if not link.shared or node == self._cluster.node_of(receiver):

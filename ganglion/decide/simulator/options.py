@@ -84,9 +84,14 @@ class Network(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """Settings of a simulation; without a network, messages take the latency of their stage."""
+    """Settings of a simulation; without a network, messages take the latency of their stage.
+
+    `blocked_s` has, for each stage, the time for which the last backward of a batch keeps the rank
+    longer, because the engine then stops to sum gradients and to update.
+    """
 
     num_replicas: int = 1
     network: Network | None = None
     disturbances: tuple[Disturbance, ...] = ()
     seed: int = 0
+    blocked_s: tuple[float, ...] = ()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -55,7 +56,7 @@ def simulate(
     num_replicas = num_simulated(times, options.num_replicas, options.disturbances)
     schedules = _opened(make, times, batches, num_replicas)
     with _collector_resting():
-        rows, messages = _Driver(schedules, times, options).run()
+        rows, messages = _Driver(schedules, times, options, batches).run()
     return Simulation(
         stage_map=schedules[0].stage_map,
         batches=tuple(batches),
@@ -113,7 +114,11 @@ class _Driver:
     """The state of one simulation; a `sim_rank` counts simulated ranks, replica by replica."""
 
     def __init__(
-        self, schedules: list[RankSchedule], times: Sequence[StageTimes], options: SimulationOptions
+        self,
+        schedules: list[RankSchedule],
+        times: Sequence[StageTimes],
+        options: SimulationOptions,
+        batches: Sequence[int],
     ) -> None:
         self._schedules = schedules
         stage_map = schedules[0].stage_map
@@ -123,7 +128,8 @@ class _Driver:
         self._jitter = [stage.jitter for stage in times]
         self._base_s = _base_times(times, schedules[0].splits_backward)
         self._disturbed = _by_sim_rank(options.disturbances, len(schedules))
-        self._is_steady = not any(self._jitter) and not options.disturbances
+        self._blocks = _Blocks(options.blocked_s, batches) if options.blocked_s else None
+        self._is_steady = not (any(self._jitter) or options.disturbances or self._blocks)
         self._computing = [False] * len(schedules)
         self._inbox: list[list[_Arrival]] = [[] for _ in schedules]
         self._heap: list[tuple[float, int, int, StepRow | Message | LinkEnd]] = []
@@ -204,9 +210,31 @@ class _Driver:
         if action.lane == COMPUTE:
             if self._jitter[stage]:
                 work_s *= self._noise.lognormvariate(0.0, self._jitter[stage])
+            if self._blocks:
+                work_s += self._blocks.after(sim_rank, action)
             if self._disturbed[sim_rank]:
                 return end_of(work_s, now_s, self._disturbed[sim_rank])
         return now_s + work_s
+
+
+class _Blocks:
+    """Counts the backwards of each batch, whose last one keeps its rank longer."""
+
+    def __init__(self, blocked_s: Sequence[float], batches: Sequence[int]) -> None:
+        self._blocked_s = blocked_s
+        self._batches = batches
+        self._batch_of = [batch for batch, size in enumerate(batches) for _ in range(size)]
+        self._num_begun: Counter[tuple[int, int, int]] = Counter()
+
+    def after(self, sim_rank: int, action: Action) -> float:
+        """Return how long a rank stops after an action that it begins."""
+        if action.kind != BACKWARD:
+            return 0.0
+        batch = self._batch_of[action.index]
+        key = (sim_rank, action.stage, batch)
+        self._num_begun[key] += 1
+        is_last = self._num_begun[key] == self._batches[batch]
+        return self._blocked_s[action.stage] if is_last else 0.0
 
 
 def _base_times(times: Sequence[StageTimes], splits_backward: bool) -> list[dict[str, float]]:

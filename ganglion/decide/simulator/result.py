@@ -23,7 +23,7 @@ from ganglion.decide.schedules.pipeline import (
     peak_live,
     versions_kept,
 )
-from ganglion.trace import COMM, NONE, Event
+from ganglion.trace import COMM, NONE, Event, Interval, common, merged, total_s
 
 _KINDS = {
     FORWARD: "forward",
@@ -45,6 +45,27 @@ StepRow = tuple[Action, float, float, int, int]
 MessageRow = tuple[Message, int, int, int, float, float, float]
 
 GlobalRank = Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """The computations of a rank, their span, and the waits for communication alone."""
+
+    compute_s: float
+    first_s: float
+    last_s: float
+    waits_s: float
+
+
+def _rank_use(computed: list[Interval], waited: list[Interval]) -> RankUse:
+    busy = merged(computed)
+    waiting = merged(waited)
+    return RankUse(
+        compute_s=total_s(busy),
+        first_s=busy[0][0],
+        last_s=busy[-1][1],
+        waits_s=total_s(waiting) - total_s(common(waiting, busy)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +118,22 @@ class Simulation:
                 work_s[sim_rank] += end_s - start_s
         cost_s = max(last - first for first, last in zip(first_s, last_s, strict=True))
         return 1 - max(work_s) / cost_s if cost_s else 0.0
+
+    def uses(self) -> list[RankUse]:
+        """Return what each rank of the first replica did with its time."""
+        num_ranks = self.stage_map.num_ranks
+        computed: list[list[Interval]] = [[] for _ in range(num_ranks)]
+        waited: list[list[Interval]] = [[] for _ in range(num_ranks)]
+        for action, start_s, end_s, _, sim_rank in self.rows:
+            if sim_rank < num_ranks:
+                if action.lane == COMPUTE:
+                    computed[sim_rank].append((start_s, end_s))
+                elif action.kind == REDUCE:
+                    waited[sim_rank].append((start_s, end_s))
+        for _, _, _, target, start_s, _, arrival_s in self.messages:
+            if target < num_ranks:
+                waited[target].append((start_s, arrival_s))
+        return [_rank_use(*both) for both in zip(computed, waited, strict=True)]
 
     def num_versions(self) -> int:
         """Return the most weight versions any stage kept at once."""

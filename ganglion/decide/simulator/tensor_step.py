@@ -113,7 +113,7 @@ def with_collectives(
         forward_s=times.forward_s + step.forward_wait_s,
         backward_s=times.backward_s + step.backward_wait_s,
         update_s=times.update_s + step.tail_s,
-        collective_s=step.wait_s,
+        collective_s=times.collective_s + step.wait_s,
         late_sums_s=step.tail_s,
     )
 
