@@ -244,24 +244,22 @@ def with_blocking_messages(times: Sequence[StageTimes], num_chunks: int = 1) -> 
     """Return the stages of an engine that stops for every message it sends or receives.
 
     Forward receives an input and sends an output, backward their gradients: four transfers of a
-    microbatch in the middle of a pipeline, one after the other (2006.09503 as released, spec C.6).
-    Each of `num_chunks` stages of a rank has its own.
+    microbatch in the middle of a pipeline, one after the other. Such stages move in step, so each
+    stops for as long as the one with the slowest hops: T_comp + T_p2p for each microbatch, as fits
+    2006.09503 as released (spec C.6). Each of `num_chunks` stages of a rank has its own messages.
     """
-    found = []
-    for place, one in enumerate(times):
-        before_s = times[place - 1].latency_s if place else 0.0
-        after_s = one.latency_s if place < len(times) - 1 else 0.0
-        stopped_s = num_chunks * (before_s + after_s)
-        found.append(
-            replace(
-                one,
-                forward_s=one.forward_s + stopped_s,
-                backward_s=one.backward_s + stopped_s,
-                collective_s=one.collective_s + 2 * stopped_s,
-                latency_s=0.0,
-            )
+    hops = [0.0, *(one.latency_s for one in times[:-1]), 0.0]
+    stopped_s = num_chunks * max(before + after for before, after in pairwise(hops))
+    return [
+        replace(
+            one,
+            forward_s=one.forward_s + stopped_s,
+            backward_s=one.backward_s + stopped_s,
+            collective_s=one.collective_s + 2 * stopped_s,
+            latency_s=0.0,
         )
-    return found
+        for one in times
+    ]
 
 
 def _hop_times(sizes: Sequence[float], mesh: Mesh, cluster: Cluster) -> list[float]:

@@ -86,8 +86,8 @@ class Network(Protocol):
 class SimulationOptions:
     """Settings of a simulation; without a network, messages take the latency of their stage.
 
-    `blocked_s` has, for each stage, the time for which the last backward of a batch keeps the rank
-    longer, because the engine then stops to sum gradients and to update.
+    `blocked_s` has, for each stage, the time for which a rank stops after the last backward of a
+    batch and its message, because the engine then sums gradients and updates.
     """
 
     num_replicas: int = 1

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
+from typing import NamedTuple
 
 from ganglion.decide.costs import StageTimes
 from ganglion.decide.schedules.pipeline import (
@@ -129,10 +130,11 @@ class _Driver:
         self._base_s = _base_times(times, schedules[0].splits_backward)
         self._disturbed = _by_sim_rank(options.disturbances, len(schedules))
         self._blocks = _Blocks(options.blocked_s, batches) if options.blocked_s else None
-        self._is_steady = not (any(self._jitter) or options.disturbances or self._blocks)
+        self._is_steady = not any(self._jitter) and not options.disturbances
         self._computing = [False] * len(schedules)
+        self._stopped = [False] * len(schedules)  # to sum gradients; messages wait as in computing
         self._inbox: list[list[_Arrival]] = [[] for _ in schedules]
-        self._heap: list[tuple[float, int, int, StepRow | Message | LinkEnd]] = []
+        self._heap: list[tuple[float, int, int, _Event]] = []
         self._num_pushed = 0
         self._rows: list[StepRow] = []
         self._messages: list[MessageRow] = []
@@ -154,6 +156,8 @@ class _Driver:
             elif type(event) is LinkEnd:
                 self._wires.on_link_end(now_s, event)
                 continue
+            elif type(event) is Resume:
+                computing[sim_rank] = self._stopped[sim_rank] = False
             else:
                 self._finish(sim_rank, event)  # type: ignore[arg-type]
             start_all(sim_rank, now_s)
@@ -163,6 +167,8 @@ class _Driver:
         return self._rows, self._messages
 
     def _start_all(self, sim_rank: int, now_s: float) -> None:
+        if self._stopped[sim_rank]:
+            return
         schedule, inbox = self._schedules[sim_rank], self._inbox[sim_rank]
         if inbox:  # messages that arrived while the rank computed
             if len(inbox) > 1:
@@ -198,8 +204,11 @@ class _Driver:
                 target = sim_rank - sim_rank % self._num_ranks + self._rank_of[stage]
                 message = Message(kind, stage, action.index, version)
                 self._wires.send(end_s, message, action.stage, sim_rank, target)
+        if self._blocks and self._blocks.ends_batch(sim_rank, action):
+            self._computing[sim_rank] = self._stopped[sim_rank] = True
+            self._push(end_s + self._blocks.blocked_s[action.stage], sim_rank, Resume())
 
-    def _push(self, time_s: float, sim_rank: int, event: StepRow | Message | LinkEnd) -> None:
+    def _push(self, time_s: float, sim_rank: int, event: _Event) -> None:
         # The running number orders events of the same time, so that runs are repeatable.
         heapq.heappush(self._heap, (time_s, self._num_pushed, sim_rank, event))
         self._num_pushed += 1
@@ -210,31 +219,35 @@ class _Driver:
         if action.lane == COMPUTE:
             if self._jitter[stage]:
                 work_s *= self._noise.lognormvariate(0.0, self._jitter[stage])
-            if self._blocks:
-                work_s += self._blocks.after(sim_rank, action)
             if self._disturbed[sim_rank]:
                 return end_of(work_s, now_s, self._disturbed[sim_rank])
         return now_s + work_s
 
 
+class Resume(NamedTuple):
+    """The end of the time for which a rank stopped to sum gradients and to update."""
+
+
+_Event = StepRow | Message | LinkEnd | Resume
+
+
 class _Blocks:
-    """Counts the backwards of each batch, whose last one keeps its rank longer."""
+    """Counts the backwards of each batch, after whose last one a rank stops."""
 
     def __init__(self, blocked_s: Sequence[float], batches: Sequence[int]) -> None:
-        self._blocked_s = blocked_s
+        self.blocked_s = blocked_s
         self._batches = batches
         self._batch_of = [batch for batch, size in enumerate(batches) for _ in range(size)]
-        self._num_begun: Counter[tuple[int, int, int]] = Counter()
+        self._num_ended: Counter[tuple[int, int, int]] = Counter()
 
-    def after(self, sim_rank: int, action: Action) -> float:
-        """Return how long a rank stops after an action that it begins."""
+    def ends_batch(self, sim_rank: int, action: Action) -> bool:
+        """Record the end of an action; return whether it is the last backward of a batch."""
         if action.kind != BACKWARD:
-            return 0.0
+            return False
         batch = self._batch_of[action.index]
         key = (sim_rank, action.stage, batch)
-        self._num_begun[key] += 1
-        is_last = self._num_begun[key] == self._batches[batch]
-        return self._blocked_s[action.stage] if is_last else 0.0
+        self._num_ended[key] += 1
+        return self._num_ended[key] == self._batches[batch]
 
 
 def _base_times(times: Sequence[StageTimes], splits_backward: bool) -> list[dict[str, float]]:
