@@ -13,7 +13,7 @@ from ganglion.decide.costs.block_times import (
     layer_times,
     model_work,
 )
-from ganglion.decide.costs.cluster import Cluster, Compute, Link, Runtime, Tier
+from ganglion.decide.costs.cluster import Cluster, Compute, Link, PrefixRates, Runtime, Tier
 from ganglion.decide.costs.cluster_file import (
     builtin_clusters,
     find_cluster,
@@ -34,6 +34,7 @@ from ganglion.decide.costs.memory import (
     server_copies,
     state_entries,
     state_memory,
+    stored_sizes,
 )
 from ganglion.decide.costs.network import Ring, link_between, ring_of, slowest_ring
 from ganglion.decide.costs.recompute import (
@@ -90,6 +91,7 @@ __all__ = [
     "Link",
     "Matmul",
     "Memory",
+    "PrefixRates",
     "RankBlocks",
     "Repeats",
     "Ring",
@@ -131,6 +133,7 @@ __all__ = [
     "stage_times_from_file",
     "state_entries",
     "state_memory",
+    "stored_sizes",
     "tensor_traffic",
     "two_bw_batch_s",
     "two_bw_step_s",

@@ -30,7 +30,7 @@ lock it is one, the shared memory itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from ganglion.decide.plan import (
@@ -123,7 +123,7 @@ class StateRules:
 def state_memory(parameters: Iterable[Parameter], mesh: Mesh, rules: StateRules) -> Memory:
     """Return the memory of some parameters on a rank, each counted once."""
     held = list(parameters)
-    numbers = [parameter.num_stored(mesh) for parameter in held]
+    numbers = stored_sizes(held, mesh)
     count = sum(numbers)
     form, num_sets = rules.formats, rules.num_sets or rules.num_versions
     moments = sum(map(_moment_bytes, held, numbers, [rules] * len(held)))
@@ -134,6 +134,13 @@ def state_memory(parameters: Iterable[Parameter], mesh: Mesh, rules: StateRules)
         master=count * form.master,
         moments=moments + count * form.version * rules.error_feedback,
     )
+
+
+def stored_sizes(parameters: Sequence[Parameter], mesh: Mesh) -> list[int]:
+    """Return the elements that a rank stores of each parameter; those of layers alike are one."""
+    known = {id(one): one for one in parameters}
+    sizes = {key: one.num_stored(mesh) for key, one in known.items()}
+    return [sizes[id(one)] for one in parameters]
 
 
 def state_entries(parameter: Parameter, rules: StateRules) -> tuple[str, ...]:

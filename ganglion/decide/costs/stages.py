@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from ganglion.decide.costs.block_times import (
@@ -45,6 +46,13 @@ def balanced_boundaries(costs: Sequence[float], num_stages: int) -> tuple[int, .
             f"parallel.pipe = {num_stages} stages cannot be cut from {len(costs)} blocks: use 1 "
             f"to {len(costs)} stages"
         )
+    return _balanced(tuple(costs), num_stages)
+
+
+@lru_cache(maxsize=64)
+def _balanced(costs: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
+    if num_stages == 1:
+        return ()
     sums = [0.0, *accumulate(costs)]
     return _most_even(sums, num_stages, _least_maximum(sums, num_stages))
 

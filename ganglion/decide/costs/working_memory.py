@@ -221,10 +221,9 @@ def gathered_memory(
     Gathered are the blocks that are kept (all, none, or a flag for each of `gathered_blocks`),
     and of the others the one in use and, with overlap, the next.
     """
-    used = [parameter for parameter in parameters if parameter.is_gathered(mesh)]
-    blocks = [parameter.num_gathered(mesh) for parameter in used]
-    pieces = sum(parameter.num_stored(mesh) for parameter in used)
-    keeps = [keep_gathered] * len(used) if isinstance(keep_gathered, bool) else keep_gathered
+    blocks = _gathered_sizes(parameters, mesh)
+    pieces = sum(blocks) // mesh.z
+    keeps = [keep_gathered] * len(blocks) if isinstance(keep_gathered, bool) else keep_gathered
     passing = [0 if kept else size for size, kept in zip(blocks, keeps, strict=True)]
     gathered = sum(blocks) - sum(passing)
     if overlap:
@@ -241,7 +240,14 @@ def gathered_blocks(
 ) -> list[int]:
     """Return the bytes of each block that is gathered along z, in the order of the model."""
     size = stored_bytes(precision)
-    return [size * p.num_gathered(mesh) for p in parameters if p.is_gathered(mesh)]
+    return [size * count for count in _gathered_sizes(list(parameters), mesh)]
+
+
+def _gathered_sizes(parameters: Sequence[Parameter], mesh: Mesh) -> list[int]:
+    """Return the elements of each block that is gathered; those of layers alike are one."""
+    known = {id(one): one for one in parameters}
+    sizes = {key: one.num_gathered(mesh) for key, one in known.items() if one.is_gathered(mesh)}
+    return [sizes[id(one)] for one in parameters if id(one) in sizes]
 
 
 def stored_bytes(precision: str) -> int:

@@ -31,11 +31,19 @@ from ganglion.decide.costs import (
     server_copies,
     state_entries,
     state_memory,
+    stored_sizes,
     with_norm,
 )
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.buckets import NUM_SLOTS, cut_update, kept_within
-from ganglion.decide.schedules.pipeline import Holding, planned_holding, planned_schedule
+from ganglion.decide.schedules.pipeline import (
+    BUILT_IN,
+    Holding,
+    ListedSchedule,
+    canonical_schedule,
+    planned_holding,
+    planned_schedule,
+)
 from ganglion.decide.shapes import (
     Layout,
     ModelShape,
@@ -85,6 +93,22 @@ def planned_boundaries(shape: ModelShape, plan: Plan) -> tuple[int, ...]:
     return tuple(start for start, _ in _Model(shape, plan).edges[1:])
 
 
+def holding_of(plan: Plan, rank: int) -> Holding:
+    """Return what one pipe coordinate holds.
+
+    Of our own schedules that do not hold a whole batch, the first microbatches hold the most: of
+    many, few are walked through.
+    """
+    name = canonical_schedule(plan.schedule)
+    schedule = planned_schedule(plan, rank)
+    few = 4 * schedule.stage_map.num_stages
+    if few < plan.num_microbatches and name in BUILT_IN.makers:
+        schedule.admit(few)
+        if isinstance(schedule, ListedSchedule) and schedule.live_bound is not None:
+            return planned_holding(replace(plan, num_microbatches=few), rank)
+    return planned_holding(plan, rank)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStages:
     """The blocks of one pipe coordinate, and the first block of each of its stages."""
@@ -113,7 +137,7 @@ class _Model:
         )
         self._costs = blocks_of(shape, plan.microbatch_size)
         self._parameters, self._activations = parameters_of(shape), activations_of(shape, layout)
-        self.holdings = [planned_holding(plan, rank) for rank in range(plan.pipe)]
+        self.holdings = [holding_of(plan, rank) for rank in range(plan.pipe)]
         num_stages = self.holdings[0].num_stages
         cuts = plan.stage_boundaries if num_stages > 1 else ()
         if not cuts:
@@ -185,7 +209,7 @@ class _Model:
         Three slots take turns; wide gradients have a room of their own.
         """
         parameters = self._parameters_of(holding, stage)[::-1]
-        sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
+        sizes = stored_sizes(parameters, self._mesh)
         entries = [state_entries(parameter, rules) for parameter in parameters]
         whole = [not (rules.optimizer == "muon" and p.in_muon) for p in parameters]
         buckets = cut_update(sizes, whole, [0] * len(sizes), self._plan.bucket_size)
@@ -219,7 +243,7 @@ class _Model:
 
     def _largest_bucket(self, parameters: Sequence[Parameter]) -> int:
         """Return the elements of the largest bucket: full, or one parameter larger than that."""
-        sizes = [parameter.num_stored(self._mesh) for parameter in parameters]
+        sizes = stored_sizes(parameters, self._mesh)
         if self._plan.has_masters:
             return sum(sizes)  # gradients in half are not in buckets
         return min(sum(sizes), max([int(self._plan.bucket_mib * MIB) // _FLOAT, *sizes]))

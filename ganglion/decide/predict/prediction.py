@@ -7,6 +7,7 @@ run file or plan -> plan -> simulated steps
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from ganglion.decide.predict.step_time import (
 )
 from ganglion.decide.schedules.pipeline import check_planned
 from ganglion.decide.shapes import GPTShape, ModelShape
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.units import GIB
 
@@ -306,21 +308,32 @@ def _device_budget(cluster: Cluster) -> _Budget:
 def _rows(shape: ModelShape, plan: Plan, rules: StateRules) -> list[MemoryRow]:
     """Return a row for every different memory, in the order of the pipeline; servers come last.
 
-    Only the first worker may differ from the others: it may serve their centre.
+    Only the first worker of elastic averaging may differ from the others: it may serve their
+    centre.
     """
-    mesh = plan.mesh()
-    kinds = [predicted_memory(shape, plan, rules, worker) for worker in range(min(2, plan.data))]
-    coordinates = [mesh.coordinates(rank) for rank in range(mesh.num_ranks)]
-    held = [kinds[min(at.data, len(kinds) - 1)][at.pipe] for at in coordinates]
+    num_kinds = min(2, plan.data) if plan.averages else 1
+    kinds = [predicted_memory(shape, plan, rules, worker) for worker in range(num_kinds)]
     order = list(dict.fromkeys(memory for kind in kinds for memory in kind))
-    pipes = [at.pipe for at in coordinates]
-    rows = [
-        _row(memory, [r for r, own in enumerate(held) if own == memory], pipes) for memory in order
-    ]
+    number = {memory: place for place, memory in enumerate(order)}
+    mesh = plan.mesh()
+    pipes = _digits(mesh, "pipe")
+    workers = _digits(mesh, "data") if num_kinds > 1 else [0] * mesh.num_ranks
+    held = [[number[memory] for memory in kind] for kind in kinds]
+    ranks: list[list[int]] = [[] for _ in order]
+    for rank, (worker, pipe) in enumerate(zip(workers, pipes, strict=True)):
+        ranks[held[min(worker, num_kinds - 1)][pipe]].append(rank)
+    rows = [_row(memory, mine, pipes) for memory, mine in zip(order, ranks, strict=True)]
     if plan.servers:
         servers = list(range(mesh.num_ranks, plan.num_ranks))
         rows.append(_row(server_memory(shape, plan, rules), servers, ()))
     return rows
+
+
+def _digits(mesh: Mesh, axis: str) -> list[int]:
+    """Return the coordinate of every rank along an axis."""
+    inner = mesh.rank_order[: mesh.rank_order.index(axis)]
+    stride, size = math.prod(mesh.size(one) for one in inner), mesh.size(axis)
+    return [rank // stride % size for rank in range(mesh.num_ranks)]
 
 
 def _row(memory: Memory, ranks: list[int], pipes: Sequence[int]) -> MemoryRow:

@@ -19,21 +19,24 @@ from ganglion.decide.costs import (
     held_blocks,
     layer_times,
     model_work,
+    slowest_ring,
     stage_times,
     stage_times_from_file,
     with_blocking_messages,
 )
 from ganglion.decide.plan import Plan
-from ganglion.decide.schedules.pipeline import planned_stage_map
+from ganglion.decide.schedules.pipeline import planned_schedule, planned_stage_map
 from ganglion.decide.shapes import ModelShape
 from ganglion.decide.simulator import (
     Disturbance,
     PlanFigures,
     TensorOverlap,
+    TensorStep,
     figures_of,
     simulate_figures,
     simulate_plan,
-    with_collectives,
+    tensor_step,
+    with_waits,
 )
 from ganglion.decide.simulator import step_s as simulated_step_s
 from ganglion.decide.simulator.averaging import (
@@ -42,6 +45,7 @@ from ganglion.decide.simulator.averaging import (
     without_sums,
     worker_disturbances,
 )
+from ganglion.decide.topology import TENSOR_AXES
 from ganglion.errors import ConfigError
 from ganglion.trace import Event
 from ganglion.units import MIB
@@ -56,6 +60,8 @@ class StepFigures:
     `collective_s` is the part of forward and backward that waits for collectives inside layers.
     `exposed_s` is the time of a step in which a rank waits for communication and computes nothing,
     in the mean of the pipe ranks: for messages, reductions and collectives inside layers.
+    `pipeline_s` is the part of a step before the longest reduction and update, if a pipeline
+    flushes; of one that never does, it is the whole step.
     """
 
     schedule: str
@@ -75,6 +81,8 @@ class StepFigures:
     reduce_s: list[float]
     collective_s: list[float]
     exposed_s: float
+    update_s: list[float]
+    pipeline_s: float
     averaging: AveragingFigures | None = None
 
 
@@ -133,16 +141,17 @@ def model_times(shape: ModelShape, plan: Plan, cluster: Cluster) -> list[StageTi
     if plan.x * plan.y * plan.z == 1:
         return times
     overlap, again = _overlap(plan), computed_again(plan, len(blocks))
-    return [
-        with_collectives(
-            one,
-            layer_times([blocks[number] for number in mine], plan, cluster, pipe),
-            plan.num_microbatches,
-            overlap,
-            recomputed={place for place, number in enumerate(mine) if number in again},
-        )
-        for pipe, (one, mine) in enumerate(zip(times, held_blocks(blocks, plan, held), strict=True))
-    ]
+    found: dict[object, TensorStep] = {}  # stages of blocks alike wait alike
+    waiting = []
+    for pipe, (one, mine) in enumerate(zip(times, held_blocks(blocks, plan, held), strict=True)):
+        recomputed = frozenset(place for place, number in enumerate(mine) if number in again)
+        rings = tuple(slowest_ring(plan.mesh(), axis, cluster, pipe) for axis in TENSOR_AXES)
+        key = (tuple(id(blocks[number]) for number in mine), recomputed, rings)
+        if key not in found:
+            layers = layer_times([blocks[number] for number in mine], plan, cluster, pipe)
+            found[key] = tensor_step(layers, plan.num_microbatches, overlap, recomputed=recomputed)
+        waiting.append(with_waits(one, found[key]))
+    return waiting
 
 
 def _overlap(plan: Plan) -> TensorOverlap:
@@ -267,11 +276,20 @@ def _figures(
         message_bytes=[stage.message_bytes for stage in times],
         reduce_s=[stage.reduce_s for stage in times],
         collective_s=[stage.collective_s for stage in times],
+        update_s=[stage.update_s for stage in times],
+        pipeline_s=_pipeline_s(found.step_s, plan, times),
         exposed_s=fmean(
             wait_s / num_steps + _inside_s(plan, stage, cluster)
             for wait_s, stage in zip(waits_s, times, strict=True)
         ),
     )
+
+
+def _pipeline_s(step_s: float, plan: Plan, times: Sequence[StageTimes]) -> float:
+    """Return the time of forwards and backwards; of a pipeline that never flushes, of all."""
+    if not planned_schedule(plan, 0).flushes:
+        return step_s
+    return step_s - max(stage.reduce_s + stage.update_s for stage in times)
 
 
 def _inside_s(plan: Plan, stage: StageTimes, cluster: Cluster) -> float:

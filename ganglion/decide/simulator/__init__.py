@@ -24,7 +24,7 @@ from ganglion.decide.simulator.tensor_step import (
     TensorOverlap,
     TensorStep,
     tensor_step,
-    with_collectives,
+    with_waits,
 )
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
     "simulate_plan",
     "step_s",
     "tensor_step",
-    "with_collectives",
     "with_default_limit",
     "with_known_costs",
+    "with_waits",
 ]

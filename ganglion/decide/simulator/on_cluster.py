@@ -134,6 +134,7 @@ class ClusterNetwork:
         self._num_replicas = num_replicas
         self._stage_map = planned_stage_map(plan, schedules)
         self._routes: dict[tuple[int, int], Route] = {}
+        self._reductions: dict[int, tuple[Transfer, ...]] = {}
         given = cluster.stages is not None and cluster.stages.reduce_s is not None
         self._fixed = given or not cluster.runtime.overlaps_reduction
 
@@ -148,6 +149,11 @@ class ClusterNetwork:
 
         Nothing if the times of the stage contain it, or there is only one replica.
         """
+        if stage not in self._reductions:
+            self._reductions[stage] = self._find_reduction(stage)
+        return self._reductions[stage]
+
+    def _find_reduction(self, stage: int) -> tuple[Transfer, ...]:
         pipe = self._stage_map.rank_of(stage)
         first = global_rank(self._plan, pipe)
         if self._fixed or self._plan.data == 1 or not self._times[stage].gradient_bytes:

@@ -29,6 +29,9 @@ from ganglion.decide.simulator.on_cluster import PlanSimulation, simulate_plan, 
 from ganglion.decide.simulator.options import Disturbance
 from ganglion.decide.simulator.result import RankUse
 
+# Up to so many forwards and backwards, plans are simulated whole: that takes a few milliseconds.
+WHOLE_ACTIONS = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFigures:
@@ -109,7 +112,9 @@ def simulate_figures(
         )
 
     shorter = _shorter_steps(plan, times, schedules)
-    if shorter is None or disturbances or any(one.jitter for one in times):
+    num_actions = 2 * num_steps * plan.num_microbatches * plan.pipe
+    repeats = not disturbances and not any(one.jitter for one in times)
+    if shorter is None or not repeats or num_actions <= WHOLE_ACTIONS:
         return simulated(plan.num_microbatches, num_steps)
     flushes = planned_schedule(plan, 0, schedules).flushes
     steps = min(num_steps, 2 if flushes else 3)

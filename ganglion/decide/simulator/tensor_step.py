@@ -27,6 +27,9 @@ from ganglion.decide.schedules.buckets import (
 
 BlockTimes = Sequence[LayerTimes]
 
+# The microbatches of the shortest step that can take the place of a longer one.
+SHORTEST = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorOverlap:
@@ -90,24 +93,37 @@ def tensor_step(
     """Return a step of the layers of a rank in steady state, with the order of gathers known.
 
     `recomputed` are the numbers of the blocks whose forward runs again in backward. With
-    `shortens`, microbatches that begin alike are run once.
+    `shortens`, a step of few microbatches takes the place of a longer one, if there the last two of
+    them begin alike: then all between begin and pass alike, too.
     """
+    count = SHORTEST if shortens else num_microbatches
+    while count < num_microbatches:
+        driver = _Driver(blocks, overlap, recomputed)
+        driver.step(count)
+        passes, tail_s = driver.step(count)
+        if driver.is_steady:
+            between = [passes[-2]] * (num_microbatches - count)
+            return _mean([*passes[:-1], *between, passes[-1]], tail_s)
+        count *= 2
     driver = _Driver(blocks, overlap, recomputed)
-    # The first step learns what is gathered when, inside of a microbatch and after it.
-    driver.step(min(num_microbatches, 2), shortens=False)
-    return driver.step(num_microbatches, shortens=shortens)
+    driver.step(num_microbatches)  # learns what is gathered when, and when weights change
+    return _mean(*driver.step(num_microbatches))
 
 
-def with_collectives(
-    times: StageTimes,
-    blocks: Sequence[BlockTimes],
-    num_microbatches: int,
-    overlap: TensorOverlap,
-    *,
-    recomputed: Collection[int] = (),
-) -> StageTimes:
-    """Return the times of a stage with its collectives added; the last sums delay the update."""
-    step = tensor_step(blocks, num_microbatches, overlap, recomputed=recomputed)
+def _mean(passes: Sequence[_Pass], tail_s: float) -> TensorStep:
+    means = [sum(column) / len(passes) for column in zip(*passes, strict=True)]
+    return TensorStep(
+        num_microbatches=len(passes),
+        forward_s=means[0],
+        backward_s=means[1],
+        forward_wait_s=means[2],
+        backward_wait_s=means[3],
+        tail_s=tail_s,
+    )
+
+
+def with_waits(times: StageTimes, step: TensorStep) -> StageTimes:
+    """Return the times of a stage with the waits of its layers; the last sums delay the update."""
     return replace(
         times,
         forward_s=times.forward_s + step.forward_wait_s,
@@ -150,27 +166,18 @@ class _Driver:
         self._free_s: dict[str, float] = {}  # axis -> when its wire is free
         self._gathered: dict[int, float] = {}  # weight -> when it is gathered
         self._summed: dict[int, float] = {}  # weight -> when its gradient is summed
+        self.is_steady = False  # whether the last two microbatches of a step began alike
 
-    def step(self, num_microbatches: int, *, shortens: bool) -> TensorStep:
-        """Run a step. Microbatches that begin alike pass alike, so of those one may do."""
+    def step(self, num_microbatches: int) -> tuple[list[_Pass], float]:
+        """Run a step; return its microbatches, and the wait for the last sums."""
         passes: list[_Pass] = []
         begun: dict[object, float] = {}
-        while len(passes) < num_microbatches - 1:
+        before = begun
+        for number in range(num_microbatches):
             before, begun = begun, self._begun()
-            if shortens and passes and _is_close(before, begun):
-                passes += [passes[-1]] * (num_microbatches - 1 - len(passes))
-            else:
-                passes.append(self._microbatch(is_last=False))
-        passes.append(self._microbatch(is_last=True))
-        means = [sum(column) / num_microbatches for column in zip(*passes, strict=True)]
-        return TensorStep(
-            num_microbatches=num_microbatches,
-            forward_s=means[0],
-            backward_s=means[1],
-            forward_wait_s=means[2],
-            backward_wait_s=means[3],
-            tail_s=self._finish(),
-        )
+            passes.append(self._microbatch(is_last=number == num_microbatches - 1))
+        self.is_steady = num_microbatches > 2 and _is_close(before, begun)
+        return passes, self._finish()
 
     def _microbatch(self, *, is_last: bool) -> _Pass:
         begin_s, self._compute_s = self._now_s, 0.0

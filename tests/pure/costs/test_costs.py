@@ -141,7 +141,7 @@ def test_cluster_file_is_read_from_disk(tmp_path: Path) -> None:
 
 
 def test_missing_file_names_the_built_in_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"does not exist.*'laptop', 'perlmutter', 'summit'"):
+    with pytest.raises(ConfigError, match=r"does not exist.*'frontier', 'laptop', 'p3.16xlarge'"):
         find_cluster(str(tmp_path / "none.toml"))
 
 
