@@ -3,12 +3,12 @@
 Once a pipeline is full, each microbatch adds the same time to a step, so the figures of n
 microbatches lie on a line through those of two shorter steps:
 
-    T(n) = T(a) + (n - a) (T(b) - T(a)) / (b - a)        a < b < n
+    T(n) = T(b) + (n - b) (T(b) - T(a)) / (b - a)        a < b < n
 
-The shorter steps fill the pipeline, and last longer than the reduction that the next batch may
-hide. For listed schedules this is exact but for rounding. A message-driven pipeline repeats itself
-only roughly, by up to 2 % of a step (tests/pure/simulator/test_steady.py). With jitter or
-disturbances nothing repeats, and all microbatches are simulated.
+Steps of u, 2 u, 3 u, ... microbatches are simulated until two differences in a row agree, where u
+is large enough to fill the pipeline, and to hide the reductions that the next batch may hide.
+A message-driven pipeline repeats itself only roughly (tests/pure/predict/test_fast.py holds both to
+the whole simulation). With jitter or disturbances nothing repeats: all microbatches are simulated.
 """
 
 from __future__ import annotations
@@ -111,30 +111,39 @@ def simulate_figures(
             )
         )
 
-    shorter = _shorter_steps(plan, times, schedules)
+    unit, tolerance = _unit(plan, times, schedules)
     num_actions = 2 * num_steps * plan.num_microbatches * plan.pipe
     repeats = not disturbances and not any(one.jitter for one in times)
-    if shorter is None or not repeats or num_actions <= WHOLE_ACTIONS:
-        return simulated(plan.num_microbatches, num_steps)
-    flushes = planned_schedule(plan, 0, schedules).flushes
-    steps = min(num_steps, 2 if flushes else 3)
-    short, long = (_with_steps(simulated(size, steps), steps, num_steps) for size in shorter)
-    return _on_line(short, long, (plan.num_microbatches - shorter[0]) / (shorter[1] - shorter[0]))
+    if repeats and num_actions > WHOLE_ACTIONS:
+        steps = min(num_steps, 2 if planned_schedule(plan, 0, schedules).flushes else 3)
+        ladder: list[PlanFigures] = []
+        while (len(ladder) + 1) * unit < plan.num_microbatches:
+            ladder.append(_with_steps(simulated((len(ladder) + 1) * unit, steps), steps, num_steps))
+            if _is_straight(ladder, tolerance):
+                way = plan.num_microbatches / unit - len(ladder) + 1
+                return _on_line(ladder[-2], ladder[-1], way)
+    return simulated(plan.num_microbatches, num_steps)
 
 
-def _shorter_steps(
-    plan: Plan, times: Sequence[StageTimes], schedules: Registry
-) -> tuple[int, int] | None:
-    """Return two numbers of microbatches that tell the figures of a plan's own; None if none do."""
+def _unit(plan: Plan, times: Sequence[StageTimes], schedules: Registry) -> tuple[int, float]:
+    """Return by how many microbatches steps grow, and the difference at which they agree."""
     schedule = planned_schedule(plan, 0, schedules)
-    unit = schedule.stage_map.num_stages
+    unit, tolerance = max(6, schedule.stage_map.num_stages), 1e-3
     if canonical_schedule(plan.schedule) == "message_driven":
-        unit = max(2 * unit, 2 * plan.limit)
+        unit, tolerance = max(2 * unit, 2 * plan.limit), 0.02
     if not schedule.flushes:
         slot_s = max(one.slot_s for one in times)
         hidden_s = max(one.reduce_s + one.update_s for one in times)
         unit += plan.pipe * math.ceil(hidden_s / slot_s / plan.pipe) if slot_s else 0
-    return (unit, 2 * unit) if 2 * unit < plan.num_microbatches else None
+    return unit, tolerance
+
+
+def _is_straight(ladder: Sequence[PlanFigures], tolerance: float) -> bool:
+    """Return whether the last two differences of step times agree."""
+    if len(ladder) < 3:
+        return False
+    before, middle, last = (one.step_s for one in ladder[-3:])
+    return math.isclose(middle - before, last - middle, rel_tol=tolerance)
 
 
 def _with_steps(found: PlanFigures, simulated: int, wanted: int) -> PlanFigures:

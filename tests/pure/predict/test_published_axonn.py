@@ -117,8 +117,11 @@ def test_memory_of_all_ranks() -> None:
         assert found.memory_by_rank is not None
         return sum(sum(rank.values()) for rank in found.memory_by_rank) / 1e9
 
-    without, optimised = (axonn(12, 24, 2, 1, 2048, offload=tier) for tier in ("none", "host"))
-    assert off(total(without), 520) == pytest.approx(0, abs=0.20)
+    without, optimised = (
+        total(axonn(12, 24, 2, 1, 2048, offload=tier)) for tier in ("none", "host")
+    )
+    assert off(without, 520) == pytest.approx(0, abs=0.05)
+    assert off(optimised, 130.24) == pytest.approx(0, abs=0.16)  # falls short: 150 GB
 
 
 @pytest.mark.parametrize(
