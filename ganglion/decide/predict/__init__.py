@@ -23,7 +23,9 @@ from ganglion.decide.predict.step_time import (
     StepFigures,
     StepSetting,
     model_times,
+    planned_overlap,
     planned_times,
+    predict_figures,
     predict_step,
 )
 
@@ -41,9 +43,11 @@ __all__ = [
     "fit_budget",
     "model_times",
     "num_cluster_ranks",
+    "planned_overlap",
     "planned_run",
     "planned_times",
     "predict",
+    "predict_figures",
     "predict_layout",
     "predict_memory",
     "predict_step",

@@ -45,6 +45,7 @@ from ganglion.decide.predict.step_time import (
 )
 from ganglion.decide.schedules.pipeline import check_planned
 from ganglion.decide.shapes import GPTShape, ModelShape
+from ganglion.decide.simulator import TensorOverlap
 from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.units import GIB
@@ -165,16 +166,19 @@ def predict_layout(
     rules: StateRules | None = None,
     num_steps: int = 3,
     seed: int = 0,
+    overlap: TensorOverlap | None = None,
 ) -> Prediction:
     """Predict a plan for a model on a cluster, without a run file.
 
     `rules` say how the optimizer keeps parameters, by default AdamW. `num_steps` are simulated;
-    `seed` decides their jitter. Times come from [stages] of the cluster file, if it has them.
+    `seed` decides their jitter. `overlap` says which collectives of split layers overlap with
+    computation, where that is not what the plan says. Times come from [stages] of the cluster
+    file, if it has them.
     """
     plan.require_built()
     check_planned(plan)
     in_file = cluster.stages is not None
-    times = file_times(plan, cluster) if in_file else model_times(shape, plan, cluster)
+    times = file_times(plan, cluster) if in_file else model_times(shape, plan, cluster, overlap)
     step = predict_figures(plan, times, cluster, StepSetting(num_steps=num_steps, seed=seed))
     memory = shape_memory(shape, plan, rules or StateRules(), _device_budget(cluster))
     return Prediction(

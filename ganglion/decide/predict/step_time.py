@@ -127,10 +127,13 @@ def file_times(plan: Plan, cluster: Cluster) -> list[StageTimes]:
     return with_blocking_messages(times, planned_stage_map(plan).num_chunks)
 
 
-def model_times(shape: ModelShape, plan: Plan, cluster: Cluster) -> list[StageTimes]:
+def model_times(
+    shape: ModelShape, plan: Plan, cluster: Cluster, overlap: TensorOverlap | None = None
+) -> list[StageTimes]:
     """Return the times of every pipe coordinate from the costs of a model's blocks.
 
-    What layers wait for where x, y or z split them is a part of these times.
+    What layers wait for where x, y or z split them is a part of these times. `overlap` takes the
+    place of what the plan says of it.
     """
     stage_map = planned_stage_map(plan)
     held = [stage_map.stages_of(rank) for rank in range(plan.pipe)]
@@ -140,7 +143,7 @@ def model_times(shape: ModelShape, plan: Plan, cluster: Cluster) -> list[StageTi
         times = with_blocking_messages(times, stage_map.num_chunks)
     if plan.x * plan.y * plan.z == 1:
         return times
-    overlap, again = _overlap(plan), computed_again(plan, len(blocks))
+    overlap, again = overlap or planned_overlap(plan), computed_again(plan, len(blocks))
     found: dict[object, TensorStep] = {}  # stages of blocks alike wait alike
     waiting = []
     for pipe, (one, mine) in enumerate(zip(times, held_blocks(blocks, plan, held), strict=True)):
@@ -154,7 +157,8 @@ def model_times(shape: ModelShape, plan: Plan, cluster: Cluster) -> list[StageTi
     return waiting
 
 
-def _overlap(plan: Plan) -> TensorOverlap:
+def planned_overlap(plan: Plan) -> TensorOverlap:
+    """Return which collectives of split layers a plan overlaps, and which weights it keeps."""
     return TensorOverlap(
         all_reduce=plan.overlap,
         reduce_scatter=plan.overlap,
