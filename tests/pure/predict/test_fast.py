@@ -67,6 +67,19 @@ def always_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steady, "WHOLE_ACTIONS", 0)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_figures_are_those_of_the_trace(schedule: str) -> None:
+    plan = Plan(data=2, pipe=4, schedule=schedule, num_microbatches=8)
+    result = simulate_plan(plan, drawn(2, 4), machine(), num_steps=2)
+    found = figures_of(result)
+    ranks = summarise(result.simulation.events()).ranks
+    assert found.bubbles == pytest.approx([one.bubble for one in ranks])
+    assert [one.waits_s for one in found.uses] == pytest.approx(
+        [one.exposed_comm_s for one in ranks]
+    )
+    assert found.bubble == pytest.approx(result.simulation.bubble())
+
+
 @pytest.mark.parametrize("schedule", LISTED)
 @pytest.mark.parametrize("pipe", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(3))
