@@ -17,6 +17,7 @@ from ganglion.decide.simulator import (
     simulate_plan,
     steady,
 )
+from ganglion.trace import summarise
 
 LISTED = tuple(name for name in SCHEDULES if name != "message_driven")
 
