@@ -213,15 +213,18 @@ class _StageClock:
         return replace(times, input_s=times.input_s + times.forward_s)
 
     def _update_s(self, num_parameters: float) -> float:
-        """Return the time of the update, behind which moves to a lower tier may hide or not."""
+        """Return the time of the update; moves to a lower tier hide behind it, bucket by bucket.
+
+        The first bucket comes before anything is updated, and the last one goes afterwards.
+        """
         plan = self._plan
         update_s = num_parameters * UPDATE_BYTES_PER_PARAMETER / self._compute.memory_bytes_per_s
         if plan.offload == "none":
             return update_s
         moved = MOVED_BYTES_PER_PARAMETER + (MASTER_BYTES if plan.has_masters else 0)
-        return max(
-            update_s, self._cluster.require_tier(plan.offload).moved_s(num_parameters * moved)
-        )
+        tier = self._cluster.require_tier(plan.offload)
+        ends_s = tier.moved_s(min(num_parameters, plan.bucket_size) * moved)
+        return max(update_s, tier.moved_s(num_parameters * moved)) + ends_s
 
 
 def computed_again(plan: Plan, num_blocks: int) -> frozenset[int]:

@@ -109,14 +109,18 @@ GPT = GPTShape(
 
 
 def test_moves_to_a_tier_take_their_time() -> None:
-    """Masters and two moments of each parameter, 12 bytes there and back, at the tier's rate."""
+    """Masters and two moments of each parameter, 12 bytes there and back, at the tier's rate.
+
+    Nothing hides the first bucket on its way in and the last on its way out.
+    """
     summit = find_cluster("summit")
     device, host = (
         predict_layout(GPT, Plan(precision="fp16_master", offload=tier), summit).step
         for tier in ("none", "host")
     )
     num_parameters = 12 * 2 * 512**2 + 2 * 1024 * 512
-    assert host.update_s[0] == pytest.approx(12 * num_parameters / 13.75e9, rel=0.01)
+    moved = 12 * (num_parameters + 4194304)
+    assert host.update_s[0] == pytest.approx(moved / 13.75e9, rel=0.01)
     assert device.update_s[0] == pytest.approx(28 * num_parameters / 900e9, rel=0.01)
     assert host.step_s - device.step_s == pytest.approx(host.update_s[0] - device.update_s[0])
 

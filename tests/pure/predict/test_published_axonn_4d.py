@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from statistics import correlation
 
 import pytest
 
@@ -206,3 +207,40 @@ def test_overlap_of_80b_on_frontier() -> None:
         overlap = replace(overlap, keep_bytes=int(plan.keep_gathered_mib * 2**20))
         found = predict_layout(shape, plan, cluster, overlap=overlap)
         assert off(found.step_s, measured_s) == pytest.approx(0, abs=0.15)
+
+
+# Observed seconds of a batch by rank in AxoNN-4D's own model; those without one were not plotted.
+OBSERVED_20B = {
+    1: 2.43, 2: 2.80, 3: 2.79, 4: 2.67, 5: 3.51, 6: 3.54, 7: 3.02, 8: 2.78, 9: 3.13, 10: 3.25,
+    11: 3.29, 12: 3.88, 13: 3.90, 14: 3.53, 15: 3.52, 16: 3.83, 17: 3.83, 18: 7.00, 19: 7.41,
+    20: 4.98, 21: 7.38, 22: 5.00, 23: 4.88, 24: 4.98, 25: 4.98, 26: 8.55, 28: 7.53, 29: 7.66,
+}  # fmt: skip
+
+
+def rank_correlation(one: list[float], other: list[float]) -> float:
+    """Return Spearman's coefficient; equal values share the mean of their ranks."""
+
+    def ranks(values: list[float]) -> list[float]:
+        below = [sum(b < a for b in values) for a in values]
+        return [rank + (values.count(a) - 1) / 2 for rank, a in zip(below, values, strict=True)]
+
+    return correlation(ranks(one), ranks(other))
+
+
+def test_layouts_of_20b_on_32_in_the_order_of_their_runs() -> None:
+    """Figure 2, spec B.3: all layouts were run on Perlmutter, with about 32 sequences."""
+    shape, cluster = model(20), find_cluster("perlmutter")
+    found = []
+    for x, y, z, data in (grid for grid, _ in ranked(20, 32, 32, 16, "perlmutter")):
+        size = 32 // (z * data)
+        plan = Plan(
+            x=x, y=y, z=z, data=data, microbatch_size=size, precision="bf16_master",
+            recompute="full", recompute_every=2,
+        )  # fmt: skip
+        found.append(predict_layout(shape, plan, cluster).step_s)
+    ours = [found[rank - 1] for rank in OBSERVED_20B]
+    observed = list(OBSERVED_20B.values())
+    assert rank_correlation(ours, observed) >= 0.8
+    assert off(min(ours), min(observed)) == pytest.approx(0, abs=0.15)
+    # Falls short of at most 4.2, as layouts whose sums over y leave the node are too slow.
+    assert 2.8 <= max(ours) / min(ours) <= 5.0
