@@ -5,8 +5,8 @@ microbatches lie on a line through those of two shorter steps:
 
     T(n) = T(b) + (n - b) (T(b) - T(a)) / (b - a)        a < b < n
 
-Steps of u, 2 u, 3 u, ... microbatches are simulated until two differences in a row agree, where u
-is large enough to fill the pipeline, and to hide the reductions that the next batch may hide.
+Steps of u, 2 u and 3 u microbatches are simulated, where u fills the pipeline and hides the
+reductions that the next batch may hide; u is doubled until the two differences agree.
 A message-driven pipeline repeats itself only roughly (tests/pure/predict/test_fast.py holds both to
 the whole simulation). With jitter or disturbances nothing repeats: all microbatches are simulated.
 """
@@ -112,23 +112,24 @@ def simulate_figures(
         )
 
     unit, tolerance = _unit(plan, times, schedules)
+    steps = min(num_steps, 2 if planned_schedule(plan, 0, schedules).flushes else 3)
     num_actions = 2 * num_steps * plan.num_microbatches * plan.pipe
     repeats = not disturbances and not any(one.jitter for one in times)
-    if repeats and num_actions > WHOLE_ACTIONS:
-        steps = min(num_steps, 2 if planned_schedule(plan, 0, schedules).flushes else 3)
-        ladder: list[PlanFigures] = []
-        while (len(ladder) + 1) * unit < plan.num_microbatches:
-            ladder.append(_with_steps(simulated((len(ladder) + 1) * unit, steps), steps, num_steps))
-            if _is_straight(ladder, tolerance):
-                way = plan.num_microbatches / unit - len(ladder) + 1
-                return _on_line(ladder[-2], ladder[-1], way)
+    # Three shorter steps are worth it while they are less work than the whole.
+    while repeats and 2 * steps * 6 * unit * plan.pipe < num_actions > WHOLE_ACTIONS:
+        sizes = (unit, 2 * unit, 3 * unit)
+        found = [_with_steps(simulated(size, steps), steps, num_steps) for size in sizes]
+        if _is_straight(found, tolerance):
+            return _on_line(found[1], found[2], plan.num_microbatches / unit - 2)
+        unit *= 2
     return simulated(plan.num_microbatches, num_steps)
 
 
 def _unit(plan: Plan, times: Sequence[StageTimes], schedules: Registry) -> tuple[int, float]:
     """Return by how many microbatches steps grow, and the difference at which they agree."""
     schedule = planned_schedule(plan, 0, schedules)
-    unit, tolerance = max(6, schedule.stage_map.num_stages), 1e-3
+    unit = plan.pipe * math.ceil(max(6, schedule.stage_map.num_stages) / plan.pipe)
+    tolerance = 1e-3
     if canonical_schedule(plan.schedule) == "message_driven":
         unit, tolerance = max(2 * unit, 2 * plan.limit), 0.02
     if not schedule.flushes:
@@ -138,11 +139,9 @@ def _unit(plan: Plan, times: Sequence[StageTimes], schedules: Registry) -> tuple
     return unit, tolerance
 
 
-def _is_straight(ladder: Sequence[PlanFigures], tolerance: float) -> bool:
-    """Return whether the last two differences of step times agree."""
-    if len(ladder) < 3:
-        return False
-    before, middle, last = (one.step_s for one in ladder[-3:])
+def _is_straight(found: Sequence[PlanFigures], tolerance: float) -> bool:
+    """Return whether the two differences of three step times agree."""
+    before, middle, last = (one.step_s for one in found)
     return math.isclose(middle - before, last - middle, rel_tol=tolerance)
 
 
