@@ -131,7 +131,7 @@ def _unit(plan: Plan, times: Sequence[StageTimes], schedules: Registry) -> tuple
     unit = plan.pipe * math.ceil(max(6, schedule.stage_map.num_stages) / plan.pipe)
     tolerance = 1e-3
     if canonical_schedule(plan.schedule) == "message_driven":
-        unit, tolerance = max(2 * unit, 2 * plan.limit), 0.02
+        unit, tolerance = max(unit, plan.limit), 0.02
     if not schedule.flushes:
         slot_s = max(one.slot_s for one in times)
         hidden_s = max(one.reduce_s + one.update_s for one in times)
