@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ganglion.decide.config.schema import ModelSection, RunFile
-from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.decide.shapes import BuiltShape, ConvShape, GPTShape, MLPShape, ModelShape
 from ganglion.errors import LayoutError
 
 _IMAGE = (1, 28, 28)  # of the built-in sets, with 10 classes
@@ -39,7 +39,7 @@ def model_shape(
     num_outputs: int,
     input_shape: tuple[int, ...],
     tokens: bool | None = None,
-) -> ModelShape:
+) -> BuiltShape:
     """Return the shape of a model section, given the classes and input shape of its data.
 
     `num_outputs` is the number of token ids or classes, 0 if unknown. `tokens` is whether samples

@@ -17,12 +17,15 @@ from ganglion.decide.shapes.block import (
     SplitLayer,
 )
 from ganglion.decide.shapes.conv import CONV_CHANNELS, CONV_WIDTHS, ConvShape
+from ganglion.decide.shapes.described import DescribedModel
 from ganglion.decide.shapes.gpt import GPTShape
 from ganglion.decide.shapes.mlp import MLPShape
 from ganglion.decide.shapes.models import (
+    BuiltShape,
     ModelShape,
     activations_of,
     blocks_of,
+    describe_shape,
     layers_of,
     parameters_of,
     sample_bytes,
@@ -38,7 +41,9 @@ __all__ = [
     "BlockCost",
     "BlockLayers",
     "BlockParameters",
+    "BuiltShape",
     "ConvShape",
+    "DescribedModel",
     "GPTShape",
     "Layout",
     "MLPShape",
@@ -47,6 +52,7 @@ __all__ = [
     "SplitLayer",
     "activations_of",
     "blocks_of",
+    "describe_shape",
     "layers_of",
     "parameters_of",
     "sample_bytes",

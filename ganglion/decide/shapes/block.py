@@ -17,7 +17,6 @@ in pieces along z, if z divides them (AxoNN-4D, spec B.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ganglion.decide.topology import Mesh, Placement, Shard
@@ -48,28 +47,6 @@ class BlockCost:
     def total_flops(self) -> float:
         """Flop of forward and backward."""
         return self.forward_flops + self.input_flops + self.weight_flops
-
-
-def linear_cost(
-    rows: int,
-    *,
-    weights: int,
-    others: int,
-    outputs: int,
-    activation_flops: int = 0,
-    tied: int = 0,
-    is_first: bool = False,
-) -> BlockCost:
-    """Return a block that multiplies each row with `weights` elements and has `others` besides."""
-    products = 2 * rows * weights
-    return BlockCost(
-        forward_flops=products + activation_flops,
-        input_flops=0 if is_first else products + 2 * activation_flops,
-        weight_flops=products,
-        num_parameters=weights + others,
-        output_elements=rows * outputs,
-        tied_parameters=tied,
-    )
 
 
 # --- parameters ----------------------------------------------------------------------------------
@@ -156,49 +133,6 @@ class SplitLayer:
 
 
 BlockLayers = tuple[SplitLayer, ...]
-Rows = tuple[int, int]  # of the inputs and of the outputs: samples times positions
-
-
-def split_layers(
-    blocks: Sequence[BlockCost], parameters: Sequence[BlockParameters], rows: Sequence[Rows]
-) -> list[BlockLayers]:
-    """Return the layers of every block; of blocks that are one record, layers that are one, too."""
-    found: dict[object, BlockLayers] = {}
-    layers = []
-    for number, (block, held, sizes) in enumerate(zip(blocks, parameters, rows, strict=True)):
-        key = (id(block), id(held), sizes, number == 0)
-        if key not in found:
-            found[key] = _block_layers(block, held, sizes, number == 0)
-        layers.append(found[key])
-    return layers
-
-
-def _block_layers(
-    block: BlockCost, parameters: BlockParameters, rows: Rows, is_first: bool
-) -> BlockLayers:
-    """Return the layers of a block, whose other flop are computed before the last of them."""
-    weights = [parameter for parameter in parameters if parameter.role != VECTOR]
-    flops = [_product_flops(weight, rows) for weight in weights]
-    before = block.forward_flops - sum(flops)
-    after = 0.0 if is_first else block.input_flops - sum(flops)
-    last = len(weights) - 1
-    return tuple(
-        SplitLayer(
-            parameter=weight,
-            num_inputs=0 if weight.role == TABLE else rows[0] * weight.shape[1],
-            num_outputs=rows[1] * weight.shape[1 if weight.role == TABLE else 0],
-            product_flops=product_flops,
-            before_flops=before if number == last else 0.0,
-            after_flops=after if number == last else 0.0,
-            of_data=is_first,
-        )
-        for number, (weight, product_flops) in enumerate(zip(weights, flops, strict=True))
-    )
-
-
-def _product_flops(parameter: Parameter, rows: Rows) -> float:
-    return 0.0 if parameter.role == TABLE else 2.0 * rows[1] * math.prod(parameter.shape)
-
 
 # --- activations ---------------------------------------------------------------------------------
 

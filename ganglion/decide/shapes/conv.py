@@ -5,20 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from ganglion.decide.shapes.amounts import FORMATS, Format, each, fixed
 from ganglion.decide.shapes.block import (
+    FLOAT,
     HALF,
     MATRIX,
     NUMBER,
     Axes,
-    BlockActivations,
-    BlockCost,
-    BlockParameters,
-    Layout,
     Parameter,
-    linear_parameters,
     vector,
 )
-from ganglion.decide.shapes.mlp import Chain, chain_axes, dense_costs
+from ganglion.decide.shapes.described import (
+    DescribedActivations,
+    DescribedBlock,
+    DescribedLayer,
+    DescribedModel,
+    linear_flops,
+)
+from ganglion.decide.shapes.mlp import Chain, chain_axes, chain_splits
 
 CONV_CHANNELS = (6, 16)
 CONV_WIDTHS = (120, 84)
@@ -71,73 +75,57 @@ class _Convolution:
         return self.inputs * self.outputs * KERNEL_SIZE**2
 
 
-def conv_blocks(shape: ConvShape, microbatch_size: int) -> list[BlockCost]:
+def describe_conv(shape: ConvShape) -> DescribedModel:
     """Return the two convolutions, each with its pooling, and the three linear layers."""
-    return [
-        *(
-            _conv_cost(conv, microbatch_size, is_first=number == 0)
-            for number, conv in enumerate(shape.convolutions)
+    axes, chain = chain_axes(shape.num_blocks), Chain(last=shape.num_blocks - 1)
+    widths = enumerate(pairwise(shape.widths), start=2)
+    return DescribedModel(
+        name="conv",
+        sample_bytes=shape.num_channels * shape.image_size**2 * FLOAT + NUMBER,
+        blocks=(
+            *(_conv(chain, n, conv, axes[n]) for n, conv in enumerate(shape.convolutions)),
+            *(
+                chain.dense(f"dense.{n}", n, *sizes, axes[n], keeps_result=True)
+                for n, sizes in widths
+            ),
         ),
-        *dense_costs(shape.widths, microbatch_size, bias=True, is_first=False),
-    ]
-
-
-def _conv_cost(conv: _Convolution, microbatch_size: int, *, is_first: bool) -> BlockCost:
-    products = 2 * microbatch_size * conv.after**2 * conv.weight_size
-    return BlockCost(
-        forward_flops=products,
-        input_flops=0 if is_first else products,
-        weight_flops=products,
-        num_parameters=conv.weight_size + conv.outputs,
-        output_elements=microbatch_size * conv.outputs * conv.pooled**2,
+        splits=chain_splits("outputs of a layer", [*CONV_CHANNELS, *CONV_WIDTHS]),
     )
 
 
-def conv_parameters(shape: ConvShape) -> list[BlockParameters]:
-    """Return those of the two convolutions and of the three linear layers."""
-    axes = chain_axes(shape.num_blocks)
-    layers = zip(pairwise(shape.widths), axes[2:], strict=True)
-    return [
-        *(_conv_parameters(*each) for each in zip(shape.convolutions, axes[:2], strict=True)),
-        *(linear_parameters(*sizes, sides, bias=True) for sizes, sides in layers),
-    ]
-
-
-def _conv_parameters(conv: _Convolution, axes: Axes) -> BlockParameters:
+def _conv(chain: Chain, number: int, conv: _Convolution, axes: Axes) -> DescribedBlock:
     taken, given = axes
     weight = Parameter(
         shape=(conv.outputs, conv.inputs, KERNEL_SIZE, KERNEL_SIZE),
         axes=(given, taken, None, None),
         role=MATRIX,
     )
-    return (weight, *vector(conv.outputs, given))
-
-
-def conv_activations(shape: ConvShape, layout: Layout) -> list[BlockActivations]:
-    """Return those of the two convolutions and of the three linear layers."""
-    chain, axes = Chain(layout, last=4), chain_axes(shape.num_blocks)
-    layers = zip(pairwise(shape.widths), axes[2:], strict=True)
-    return [
-        *(
-            _conv_activations(chain, number, conv, axes[number])
-            for number, conv in enumerate(shape.convolutions)
-        ),
-        *(
-            chain.dense(number, *sizes, sides, keeps_result=True)
-            for number, (sizes, sides) in enumerate(layers, start=2)
-        ),
-    ]
+    rows = DescribedLayer(parameter=0, input_rows=conv.before**2, output_rows=conv.after**2)
+    return DescribedBlock(
+        name=f"conv.{number}",
+        flops=linear_flops(conv.after**2, conv.weight_size, is_first=number == 0),
+        output_elements=conv.outputs * conv.pooled**2,
+        parameters=(weight, *vector(conv.outputs, given)),
+        layers=(rows,),
+        activations=tuple(_conv_activations(form, chain, number, conv, axes) for form in FORMATS),
+    )
 
 
 def _conv_activations(
-    chain: Chain, number: int, conv: _Convolution, axes: Axes
-) -> BlockActivations:
+    form: Format, chain: Chain, number: int, conv: _Convolution, axes: Axes
+) -> DescribedActivations:
     """Return a convolution, ReLU and pooling, which keeps where each maximum was."""
-    layout, rows = chain.layout, chain.layout.microbatch_size
-    taken, given = layout.share(conv.inputs, axes[0]), layout.share(conv.outputs, axes[1])
-    result = rows * given * conv.after**2 * layout.element_bytes
-    kept = conv.weight_size * HALF * layout.copies_weights
-    kept += result + rows * given * conv.pooled**2 * NUMBER
-    elements = (rows * taken * conv.before**2, rows * given * conv.pooled**2)
-    block = chain.block(number, *elements, kept)
-    return replace(block, scratch_bytes=block.output_bytes + 2 * result)
+    taken, given = (axis or "" for axis in axes)
+    result = each(conv.outputs * conv.after**2 * form.element_bytes, given)
+    block = chain.edges(
+        form,
+        number,
+        each(conv.inputs * conv.before**2, taken),
+        each(conv.outputs * conv.pooled**2, given),
+        (
+            *fixed(conv.weight_size * HALF * form.is_autocast, when="x=1 y=1 z=1"),
+            *result,
+            *each(conv.outputs * conv.pooled**2 * NUMBER, given),
+        ),
+    )
+    return replace(block, scratch=((*block.output, *result, *result),))

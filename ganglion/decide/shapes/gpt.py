@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ganglion.decide.shapes.amounts import FORMATS, Amount, Condition, Format, each, fixed
 from ganglion.decide.shapes.block import (
     FLAG,
     FLOAT,
@@ -21,14 +22,18 @@ from ganglion.decide.shapes.block import (
     MATRIX,
     NUMBER,
     TABLE,
-    BlockActivations,
-    BlockCost,
-    BlockParameters,
-    Layout,
     Parameter,
-    linear_cost,
     linear_parameters,
     vector,
+)
+from ganglion.decide.shapes.described import (
+    DescribedActivations,
+    DescribedBlock,
+    DescribedModel,
+    Flops,
+    Split,
+    layers_of_all,
+    linear_flops,
 )
 from ganglion.errors import LayoutError
 
@@ -77,176 +82,228 @@ class GPTShape:
         return self.query_size + 2 * self.num_kv_heads * self.head_size
 
 
-def gpt_blocks(shape: GPTShape, microbatch_size: int) -> list[BlockCost]:
-    """Return embedding, attention and MLP of every layer, and head.
+def describe_gpt(shape: GPTShape) -> DescribedModel:
+    """Return the embedding, attention and MLP of every layer, and the head.
 
     Attention counts all pairs of tokens, as 2104.04473 does, though a causal kernel may skip half.
     """
-    hidden, bias = shape.hidden, shape.bias
-    rows, norm = microbatch_size * shape.seq_len, hidden * (1 + bias)
-    embedding = BlockCost(
-        forward_flops=0,
-        input_flops=0,
-        weight_flops=0,
-        num_parameters=hidden
-        * (shape.vocab_size + (shape.seq_len if shape.positions == "learned" else 0)),
-        output_elements=rows * hidden,
-    )
-    attention = linear_cost(
-        rows,
-        weights=hidden * (shape.qkv_size + shape.query_size),
-        others=norm + bias * (shape.qkv_size + hidden),
-        outputs=hidden,
-        activation_flops=4 * rows * shape.seq_len * shape.query_size,
-    )
-    mlp = linear_cost(
-        rows,
-        weights=2 * hidden * shape.mlp_hidden,
-        others=norm + bias * (shape.mlp_hidden + hidden),
-        outputs=hidden,
-    )
-    head = linear_cost(
-        rows,
-        weights=hidden * shape.vocab_size,
-        others=norm,
-        outputs=shape.vocab_size,
-        tied=hidden * shape.vocab_size if shape.tied_embedding else 0,
-    )
-    return [embedding, *[attention, mlp] * shape.num_layers, head]
-
-
-def gpt_parameters(shape: GPTShape) -> list[BlockParameters]:
-    """Return those of the embedding, of attention and MLP of every layer, and of the head."""
-    hidden, bias = shape.hidden, shape.bias
-    norm = vector(hidden, "y") * (1 + bias)
-    attention = (
-        *norm,
-        *linear_parameters(hidden, shape.qkv_size, ("y", "x"), bias),
-        *linear_parameters(shape.query_size, hidden, ("x", "y"), bias),
-    )
-    mlp = (
-        *norm,
-        *linear_parameters(hidden, shape.mlp_hidden, ("y", "x"), bias),
-        *linear_parameters(shape.mlp_hidden, hidden, ("x", "y"), bias),
-    )
-    tokens = Parameter(shape=(shape.vocab_size, hidden), axes=("x", "y"), role=TABLE)
-    learned = Parameter(shape=(shape.seq_len, hidden), axes=(None, "y"), role=TABLE)
-    embedding = (tokens, learned) if shape.positions == "learned" else (tokens,)
-    head = (*norm, replace(tokens, role=MATRIX, is_tied=shape.tied_embedding))
-    return [embedding, *[attention, mlp] * shape.num_layers, head]
-
-
-def gpt_activations(shape: GPTShape, layout: Layout) -> list[BlockActivations]:
-    """Return those of the embedding, of attention and MLP of every layer, and of the head."""
-    held = _Activations(shape, layout)
+    held = _Blocks(shape)
     layer = [held.attention(), held.mlp()]
-    return [held.embedding(), *layer * shape.num_layers, held.head()]
+    splits = {
+        "heads": ("x", shape.num_heads),
+        "kv_heads": ("x", shape.num_kv_heads),
+        "mlp_hidden": ("x", shape.mlp_hidden),
+        "vocab": ("x", shape.vocab_size),
+        "hidden": ("y", shape.hidden),
+    }
+    return DescribedModel(
+        name="gpt",
+        sample_bytes=2 * shape.seq_len * NUMBER,
+        blocks=(held.embedding(), *layer * shape.num_layers, held.head()),
+        tokens=shape.seq_len,
+        splits=tuple(Split(axis=at, name=name, size=n) for name, (at, n) in splits.items()),
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Activations:
-    """The activations of each kind of block."""
+class _Blocks:
+    """Each kind of block."""
 
     shape: GPTShape
-    layout: Layout
 
-    @property
-    def _rows(self) -> int:
-        return self.layout.microbatch_size * self.shape.seq_len
-
-    @property
-    def _edge_bytes(self) -> int:
-        return self._rows * self.layout.share(self.shape.hidden, "y") * self.layout.weight_bytes
-
-    @property
-    def _norm_bytes(self) -> int:
-        """The result of a norm for the layer behind it, and the tensors of its own backward."""
-        rows, width = self._rows, self.layout.share(self.shape.hidden, "y")
-        result = rows * width * self.layout.element_bytes
-        if self.layout.mesh.y == 1:
-            return result + 2 * rows * self.layout.weight_bytes
-        return result + rows * width * FLOAT + rows * FLOAT
-
-    def embedding(self) -> BlockActivations:
-        shape, rows, is_split = self.shape, self._rows, self.layout.mesh.x > 1
-        indices = shape.seq_len * NUMBER * (shape.positions == "learned")
-        table = self.layout.share(shape.vocab_size, "x") * self.layout.share(shape.hidden, "y")
-        gradient = table * self.layout.weight_bytes
-        return BlockActivations(
-            input_bytes=rows * NUMBER,
-            output_bytes=self._edge_bytes,
-            kept_bytes=indices + (rows * (NUMBER + FLAG) if is_split else 0),
-            keeps_input=not is_split,
-            scratch_bytes=self._edge_bytes + gradient,
-            rerun_bytes=self._edge_bytes + gradient,
-            gradient_bytes=gradient,
+    def embedding(self) -> DescribedBlock:
+        shape, learned = self.shape, self.shape.positions == "learned"
+        tokens = Parameter(shape=(shape.vocab_size, shape.hidden), axes=("x", "y"), role=TABLE)
+        places = Parameter(shape=(shape.seq_len, shape.hidden), axes=(None, "y"), role=TABLE)
+        parameters = (tokens, places) if learned else (tokens,)
+        return DescribedBlock(
+            name="embedding",
+            flops=Flops(),
+            output_elements=shape.seq_len * shape.hidden,
+            parameters=parameters,
+            layers=layers_of_all(parameters, (shape.seq_len, shape.seq_len)),
+            activations=tuple(map(self._embedding_activations, FORMATS)),
         )
 
-    def attention(self) -> BlockActivations:
-        layout, rows, hidden = self.layout, self._rows, self.shape.hidden
-        heads = layout.share(self.shape.num_heads, "x")
-        groups = layout.share(self.shape.num_kv_heads, "x")
-        queries = heads * self.shape.head_size
-        qkv = queries + 2 * groups * self.shape.head_size
-        if self.shape.positions == "rotary":
-            copied = queries + groups * self.shape.head_size
-        else:  # queries are views too, unless several groups of several lie apart
-            copied = queries * (heads > groups > 1)
-        inside = rows * (qkv + copied + queries) * layout.element_bytes + rows * heads * FLOAT
-        mixed, joined = (rows * width * layout.element_bytes for width in (queries, qkv))
-        weight = self._weight_bytes(hidden * queries)  # of the layer behind, made before
+    def attention(self) -> DescribedBlock:
+        shape = self.shape
+        hidden, inner = shape.hidden, shape.query_size
+        return self._block(
+            "attention",
+            (
+                *linear_parameters(hidden, shape.qkv_size, ("y", "x"), shape.bias),
+                *linear_parameters(inner, hidden, ("x", "y"), shape.bias),
+            ),
+            weights=hidden * (shape.qkv_size + inner),
+            mixing=4 * shape.seq_len**2 * inner,
+            activations=tuple(map(self._attention_activations, FORMATS)),
+        )
+
+    def mlp(self) -> DescribedBlock:
+        hidden, inner, bias = self.shape.hidden, self.shape.mlp_hidden, self.shape.bias
+        return self._block(
+            "mlp",
+            (
+                *linear_parameters(hidden, inner, ("y", "x"), bias),
+                *linear_parameters(inner, hidden, ("x", "y"), bias),
+            ),
+            weights=2 * hidden * inner,
+            activations=tuple(map(self._mlp_activations, FORMATS)),
+        )
+
+    def head(self) -> DescribedBlock:
+        shape = self.shape
+        tokens = Parameter(
+            shape=(shape.vocab_size, shape.hidden),
+            axes=("x", "y"),
+            role=MATRIX,
+            is_tied=shape.tied_embedding,
+        )
+        block = self._block(
+            "head",
+            (tokens,),
+            weights=shape.hidden * shape.vocab_size,
+            activations=tuple(map(self._head_activations, FORMATS)),
+        )
+        return replace(block, output_elements=shape.seq_len * shape.vocab_size)
+
+    def _block(
+        self,
+        name: str,
+        behind_norm: tuple[Parameter, ...],
+        *,
+        weights: int,
+        activations: tuple[DescribedActivations, ...],
+        mixing: int = 0,
+    ) -> DescribedBlock:
+        """Return a block that begins with a norm, with outputs like its inputs."""
+        shape, rows = self.shape, self.shape.seq_len
+        parameters = (*vector(shape.hidden, "y") * (1 + shape.bias), *behind_norm)
+        return DescribedBlock(
+            name=name,
+            flops=linear_flops(rows, weights, mixing=mixing),
+            output_elements=rows * shape.hidden,
+            parameters=parameters,
+            layers=layers_of_all(parameters, (rows, rows)),
+            activations=activations,
+        )
+
+    # --- activations -----------------------------------------------------------------------------
+
+    def _edge(self, form: Format) -> Amount:
+        return each(self.shape.seq_len * self.shape.hidden * form.weight_bytes, "y")
+
+    def _norm(self, form: Format) -> Amount:
+        """The result of a norm for the layer behind it, and the tensors of its own backward."""
+        rows, width = self.shape.seq_len, self.shape.seq_len * self.shape.hidden
+        return (
+            *each(width * form.element_bytes, "y"),
+            *each(2 * rows * form.weight_bytes, when="y=1"),
+            *each(width * FLOAT, "y", when="y>1"),
+            *each(rows * FLOAT, when="y>1"),
+        )
+
+    def _embedding_activations(self, form: Format) -> DescribedActivations:
+        shape, rows = self.shape, self.shape.seq_len
+        edge, indices = self._edge(form), rows * NUMBER * (shape.positions == "learned")
+        gradient = fixed(shape.vocab_size * shape.hidden * form.weight_bytes, "x y")
+        return DescribedActivations(
+            input=each(rows * NUMBER),
+            output=edge,
+            kept=(*fixed(indices), *each(rows * (NUMBER + FLAG), when="x>1")),
+            keeps_input=Condition("x", "=", 1),
+            scratch=((*edge, *gradient),),
+            rerun=(*edge, *gradient),
+            gradient=gradient,
+        )
+
+    def _attention_activations(self, form: Format) -> DescribedActivations:
+        shape, rows = self.shape, self.shape.seq_len
+        hidden, queries = shape.hidden, shape.query_size
+        mixed, joined = (
+            each(rows * n * form.element_bytes, "x") for n in (queries, shape.qkv_size)
+        )
+        spread = each(rows * shape.num_heads * FLOAT, "x")  # of the softmax
+        weight = self._weight_gradient(hidden * queries, form)  # of the layer behind, made before
         block = self._residual(
-            inside,
-            weights=(hidden * qkv, hidden * queries),
-            gradients=mixed + max(joined, weight),
+            (*joined, *self._copied_heads(form), *mixed, *spread),
+            form,
+            weights=(hidden * shape.qkv_size, hidden * queries),
+            moments=((*mixed, *joined), (*mixed, *weight)),
             widest=joined,
         )
-        return replace(block, held_bytes=min(joined, weight) + 2 * rows * heads * FLOAT)
+        return replace(block, held=((*joined, *spread * 2), (*weight, *spread * 2)))
 
-    def mlp(self) -> BlockActivations:
-        width = self.layout.share(self.shape.mlp_hidden, "x")
-        wide = self._rows * width * self.layout.element_bytes
-        weight = self.shape.hidden * width
+    def _copied_heads(self, form: Format) -> Amount:
+        """Return heads that are kept beside those that the first layer made."""
+        shape, groups = self.shape, self.shape.num_kv_heads
+        row_bytes = shape.seq_len * form.element_bytes
+        if shape.positions == "rotary":
+            return each(row_bytes * (shape.query_size + groups * shape.head_size), "x")
+        if shape.num_heads == groups:
+            return ()
+        # Queries are views too, unless several groups of several lie apart.
+        return each(row_bytes * shape.query_size, "x", when=f"x<{groups}")
+
+    def _mlp_activations(self, form: Format) -> DescribedActivations:
+        wide = each(self.shape.seq_len * self.shape.mlp_hidden * form.element_bytes, "x")
+        weight = self.shape.hidden * self.shape.mlp_hidden
         return self._residual(
-            2 * wide,
+            (*wide, *wide),
+            form,
             weights=(weight, weight),
-            gradients=wide + self._weight_bytes(weight),
+            moments=((*wide, *self._weight_gradient(weight, form)),),
             widest=wide,
         )
 
-    def head(self) -> BlockActivations:
-        layout, rows = self.layout, self._rows
-        share = layout.share(self.shape.vocab_size, "x")
-        logs = rows * share * FLOAT
-        ends = rows * NUMBER + FLOAT if layout.mesh.x == 1 else rows * (NUMBER + 2 * FLAG) + NUMBER
-        weight = self.shape.hidden * share
-        block = self._residual(logs + ends, weights=(weight,), gradients=0, widest=logs)
+    def _head_activations(self, form: Format) -> DescribedActivations:
+        rows, vocab_size = self.shape.seq_len, self.shape.vocab_size
+        logs = each(rows * vocab_size * FLOAT, "x")
+        ends = (
+            *each(rows * NUMBER, when="x=1"),
+            *fixed(FLOAT, when="x=1"),
+            *each(rows * (NUMBER + 2 * FLAG), when="x>1"),
+            *fixed(NUMBER, when="x>1"),
+        )
+        weight = self.shape.hidden * vocab_size
+        block = self._residual((*logs, *ends), form, weights=(weight,), moments=(), widest=logs)
         return replace(
             block,
-            output_bytes=rows * share * layout.element_bytes,
+            output=each(rows * vocab_size * form.element_bytes, "x"),
             # Gradients of the loss and of the logits; later, with the former gone, of the weight.
-            scratch_bytes=max(2 * logs, self._edge_bytes + self._weight_bytes(weight)),
+            scratch=(
+                (*logs, *logs),
+                (*self._edge(form), *self._weight_gradient(weight, form)),
+            ),
         )
 
-    def _weight_bytes(self, elements: int) -> int:
-        """Return the bytes of the gradient of a weight that x has split already."""
-        return elements // self.layout.mesh.y * self.layout.element_bytes
+    def _weight_gradient(self, elements: int, form: Format) -> Amount:
+        return fixed(elements * form.element_bytes, "x y")
 
     def _residual(
-        self, inside_bytes: int, *, weights: tuple[int, ...], gradients: int, widest: int
-    ) -> BlockActivations:
-        """Return a block that begins with a norm, with outputs like its inputs."""
-        layout, edge = self.layout, self._edge_bytes
-        copies = sum(weights) * HALF if layout.copies_weights else 0
-        rounded = edge // 2 if layout.precision == "bf16" else 0
+        self,
+        inside: Amount,
+        form: Format,
+        *,
+        weights: tuple[int, ...],
+        moments: tuple[Amount, ...],
+        widest: Amount,
+    ) -> DescribedActivations:
+        """Return a block that begins with a norm, with outputs like its inputs.
+
+        `moments` are gradients that are there at different times of its backward.
+        """
+        edge = self._edge(form)
+        copies = fixed(sum(weights) * HALF * form.is_autocast, when="x=1 y=1 z=1")
+        rounded = each(self.shape.seq_len * self.shape.hidden * HALF * form.is_autocast, "y")
         # Of weights in pieces along z, gradients are sent off one by one.
-        made = sum(weights) // layout.mesh.y * layout.weight_bytes if layout.mesh.z == 1 else 0
-        return BlockActivations(
-            input_bytes=edge,
-            output_bytes=edge,
-            kept_bytes=self._norm_bytes + inside_bytes + copies,
-            scratch_bytes=edge + rounded + gradients,
-            rerun_bytes=made + widest + 3 * edge,
-            gradient_bytes=made,
-            keeps_input=layout.mesh.y == 1,
+        made = fixed(sum(weights) * form.weight_bytes, "x y", when="z=1")
+        return DescribedActivations(
+            input=edge,
+            output=edge,
+            kept=(*self._norm(form), *inside, *copies),
+            scratch=tuple((*edge, *rounded, *moment) for moment in moments),
+            rerun=(*made, *widest, *edge * 3),
+            gradient=made,
+            keeps_input=Condition("y", "=", 1),
         )

@@ -9,17 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from ganglion.decide.shapes.amounts import FORMATS, Amount, Condition, Format, each, fixed
 from ganglion.decide.shapes.block import (
     FLOAT,
     HALF,
     NUMBER,
     Axes,
-    BlockActivations,
-    BlockCost,
-    BlockParameters,
-    Layout,
-    linear_cost,
     linear_parameters,
+)
+from ganglion.decide.shapes.described import (
+    DescribedActivations,
+    DescribedBlock,
+    DescribedModel,
+    Split,
+    layers_of_all,
+    linear_flops,
 )
 
 
@@ -44,37 +48,56 @@ class MLPShape:
         return [self.num_inputs, *[self.hidden] * (self.num_layers - 1), self.num_outputs]
 
 
-def mlp_blocks(shape: MLPShape, microbatch_size: int) -> list[BlockCost]:
-    """Return one block for each linear layer."""
-    return dense_costs(shape.widths, microbatch_size, bias=shape.bias, is_first=True)
+def describe_mlp(shape: MLPShape) -> DescribedModel:
+    """Return one block for each linear layer; those inside are alike, but for their axes."""
+    last = shape.num_layers - 1
+    made: dict[tuple[bool, bool, Axes], DescribedBlock] = {}
+    for number, axes in enumerate(chain_axes(shape.num_layers)):
+        place = (number == 0, number == last, axes)
+        made.setdefault(place, _layer(shape, number, axes))
+    axes_used = enumerate(chain_axes(shape.num_layers))
+    return DescribedModel(
+        name="mlp",
+        sample_bytes=shape.num_inputs * FLOAT + NUMBER,
+        blocks=tuple(made[number == 0, number == last, axes] for number, axes in axes_used),
+        splits=chain_splits("hidden", [shape.hidden] * last),
+    )
 
 
-def mlp_parameters(shape: MLPShape) -> list[BlockParameters]:
-    """Return those of each linear layer."""
-    layers = zip(pairwise(shape.widths), chain_axes(shape.num_layers), strict=True)
-    return [linear_parameters(*sizes, axes, shape.bias) for sizes, axes in layers]
+def chain_splits(name: str, widths: Sequence[int]) -> tuple[Split, ...]:
+    """Return the sizes that axes must divide, from the widths between the layers of a chain."""
+    splits = (
+        Split(axis=("x", "y")[number % 2], name=name, size=size)
+        for number, size in enumerate(widths)
+    )
+    return tuple(dict.fromkeys(splits))
 
 
-def mlp_activations(shape: MLPShape, layout: Layout) -> list[BlockActivations]:
-    """Return those of each linear layer."""
+def _layer(shape: MLPShape, number: int, axes: Axes) -> DescribedBlock:
+    inputs, outputs = shape.widths[number : number + 2]
+    chain = Chain(last=shape.num_layers - 1)
     if shape.num_layers == 1:
-        return [_whole_layer(layout, shape.num_inputs, shape.num_outputs)]
-    chain = Chain(layout, last=shape.num_layers - 1)
-    layers = enumerate(zip(pairwise(shape.widths), chain_axes(shape.num_layers), strict=True))
-    return [chain.dense(number, *sizes, axes) for number, (sizes, axes) in layers]
+        alone = tuple(_whole_layer(form, inputs, outputs) for form in FORMATS)
+        block = chain.dense("layer", 0, inputs, outputs, axes, bias=shape.bias)
+        return replace(block, activations=alone)
+    inner = f"inner.{axes[0]}{axes[1]}"
+    name = "first" if number == 0 else "last" if number == chain.last else inner
+    return chain.dense(name, number, inputs, outputs, axes, bias=shape.bias)
 
 
-def _whole_layer(layout: Layout, inputs: int, outputs: int) -> BlockActivations:
+def _whole_layer(form: Format, inputs: int, outputs: int) -> DescribedActivations:
     """Return a model of one layer: it cuts whole inputs and gathers whole outputs."""
-    rows = layout.microbatch_size
-    makes_copy = layout.mesh.y > 1 or layout.precision == "bf16"
-    copy = rows * layout.share(inputs, "y") * layout.element_bytes
-    return BlockActivations(
-        input_bytes=rows * inputs * layout.weight_bytes,
-        output_bytes=rows * outputs * layout.element_bytes,
-        kept_bytes=rows * (outputs * FLOAT + NUMBER) + FLOAT + copy * makes_copy,
-        scratch_bytes=2 * rows * outputs * FLOAT,
-        keeps_input=not makes_copy,
+    copy_when = "" if form.is_autocast else "y>1"
+    return DescribedActivations(
+        input=each(inputs * form.weight_bytes),
+        output=each(outputs * form.element_bytes),
+        kept=(
+            *each(outputs * FLOAT + NUMBER),
+            *fixed(FLOAT),
+            *each(inputs * form.element_bytes, "y", when=copy_when),
+        ),
+        scratch=(each(2 * outputs * FLOAT),),
+        keeps_input=False if form.is_autocast else Condition("y", "=", 1),
     )
 
 
@@ -92,61 +115,74 @@ def chain_axes(num_layers: int) -> list[Axes]:
     return list(pairwise([None, *between, None]))
 
 
-def dense_costs(
-    widths: Sequence[int], microbatch_size: int, *, bias: bool, is_first: bool
-) -> list[BlockCost]:
-    """Return a block for each linear layer between two widths."""
-    return [
-        linear_cost(
-            microbatch_size,
-            weights=inputs * outputs,
-            others=bias * outputs,
-            outputs=outputs,
-            is_first=is_first and index == 0,
-        )
-        for index, (inputs, outputs) in enumerate(pairwise(widths))
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Activations of layers one after another; block `last` has the loss behind it."""
+    """Layers one after another; block `last` has the loss behind it."""
 
-    layout: Layout
     last: int
 
     def dense(
-        self, number: int, inputs: int, outputs: int, axes: Axes, *, keeps_result: bool = False
-    ) -> BlockActivations:
+        self,
+        name: str,
+        number: int,
+        inputs: int,
+        outputs: int,
+        axes: Axes,
+        *,
+        bias: bool = True,
+        keeps_result: bool = False,
+    ) -> DescribedBlock:
         """Return a linear layer with GELU, or with a ReLU, which keeps its result instead."""
-        layout, rows = self.layout, self.layout.microbatch_size
-        taken, given = layout.share(inputs, axes[0]), layout.share(outputs, axes[1])
-        copy = layout.copies_weights and number > 0  # the gradient of the data is not needed
-        kept = inputs * outputs * HALF * copy
-        if number == self.last:
-            kept += rows * (outputs * FLOAT + NUMBER) + FLOAT
-        elif not keeps_result:
-            kept += rows * given * layout.element_bytes
-        before, after = rows * taken * (number > 0), rows * given
-        gradient = taken * given * layout.weight_bytes
-        return replace(
-            self.block(number, rows * taken, after, kept),
-            scratch_bytes=max(
-                2 * after * layout.element_bytes, before * layout.element_bytes + gradient
+        parameters = linear_parameters(inputs, outputs, axes, bias)
+        return DescribedBlock(
+            name=name,
+            flops=linear_flops(1, inputs * outputs, is_first=number == 0),
+            output_elements=outputs,
+            parameters=parameters,
+            layers=layers_of_all(parameters, (1, 1)),
+            activations=tuple(
+                self._dense_activations(form, number, (inputs, outputs), axes, keeps_result)
+                for form in FORMATS
             ),
-            rerun_bytes=(before + after) * layout.element_bytes + gradient,
-            gradient_bytes=gradient,
+        )
+
+    def _dense_activations(
+        self, form: Format, number: int, sizes: tuple[int, int], axes: Axes, keeps_result: bool
+    ) -> DescribedActivations:
+        inputs, outputs = sizes
+        taken, given = (axis or "" for axis in axes)
+        after = each(outputs * form.element_bytes, given)
+        before = each(inputs * form.element_bytes * (number > 0), taken)
+        kept: Amount = ()
+        if form.is_autocast and number > 0:  # the gradient of the data is not needed
+            kept = fixed(inputs * outputs * HALF, when="x=1 y=1 z=1")
+        if number == self.last:
+            kept = (*kept, *each(outputs * FLOAT + NUMBER), *fixed(FLOAT))
+        elif not keeps_result:
+            kept = (*kept, *after)
+        gradient = fixed(inputs * outputs * form.weight_bytes, f"{taken} {given}")
+        return replace(
+            self.edges(form, number, each(inputs, taken), each(outputs, given), kept),
+            scratch=((*after, *after), (*before, *gradient)),
+            rerun=(*before, *after, *gradient),
+            gradient=gradient,
             keeps_output=keeps_result and number < self.last,
         )
 
-    def block(self, number: int, taken: int, given: int, kept_bytes: int) -> BlockActivations:
+    def edges(
+        self, form: Format, number: int, taken: Amount, given: Amount, kept: Amount
+    ) -> DescribedActivations:
         """Return a block with inputs and outputs of so many elements."""
-        layout = self.layout
-        element_bytes = layout.element_bytes
-        is_cast = number == 0 and layout.precision == "bf16"  # data come in fp32
-        return BlockActivations(
-            input_bytes=taken * (layout.weight_bytes if number == 0 else element_bytes),
-            output_bytes=given * element_bytes,
-            kept_bytes=kept_bytes + (taken * element_bytes if is_cast else 0),
+        is_cast = number == 0 and form.is_autocast  # data come in fp32
+        arriving = form.weight_bytes if number == 0 else form.element_bytes
+        copy = _times(taken, form.element_bytes) if is_cast else ()
+        return DescribedActivations(
+            input=_times(taken, arriving),
+            output=_times(given, form.element_bytes),
+            kept=(*kept, *copy),
             keeps_input=not is_cast,
         )
+
+
+def _times(amount: Amount, factor: int) -> Amount:
+    return tuple(replace(term, num_bytes=term.num_bytes * factor) for term in amount)

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from ganglion.decide.shapes import ConvShape, GPTShape, MLPShape, ModelShape
+from ganglion.decide.shapes import BuiltShape, ConvShape, GPTShape, MLPShape
 from ganglion.errors import ConfigError
 from ganglion.execute.models.blocks import BlockModel, Blocks, named_blocks
 from ganglion.execute.models.gpt import GPT
@@ -18,7 +18,7 @@ from ganglion.execute.models.small_nets import MLP, ConvNet
 from ganglion.reference import current_folder_importable, load_function
 
 
-def build_model(shape: ModelShape) -> BlockModel:
+def build_model(shape: BuiltShape) -> BlockModel:
     """Return a freshly initialized built-in model of this shape."""
     match shape:
         case GPTShape():
@@ -29,7 +29,7 @@ def build_model(shape: ModelShape) -> BlockModel:
             return ConvNet(shape)
 
 
-def outline_model(shape: ModelShape) -> tuple[BlockModel, InitialWeights]:
+def outline_model(shape: BuiltShape) -> tuple[BlockModel, InitialWeights]:
     """Return a built-in model on the meta device, without memory, and its initial weights.
 
     The weights are those that `build_model` would have drawn.

@@ -18,7 +18,7 @@ from ganglion.decide.config import (
     model_shape,
 )
 from ganglion.decide.plan import Plan
-from ganglion.decide.shapes import GPTShape, ModelShape
+from ganglion.decide.shapes import BuiltShape, GPTShape, ModelShape
 from ganglion.decide.topology import Launch
 from ganglion.execute.averaging import own_address
 from ganglion.execute.comm import World
@@ -161,7 +161,7 @@ def outline_blocks(
     return named_blocks(model), initial
 
 
-def _shape(file: RunFile, num_outputs: int, input_shape: tuple[int, ...]) -> ModelShape:
+def _shape(file: RunFile, num_outputs: int, input_shape: tuple[int, ...]) -> BuiltShape:
     return model_shape(
         file.model,
         num_outputs=num_outputs,
