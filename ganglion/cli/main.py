@@ -217,7 +217,13 @@ def schedule(
 @app.command()
 def simulate(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="RUN.toml|plan.json", help="What to run.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN.toml|plan.json|MODEL",
+            help="What to run: a run file, a plan, or a model by name or as description.json.",
+        ),
+    ],
     cluster: Annotated[
         str, typer.Option(help="A cluster file, or a built-in one: laptop, perlmutter or summit.")
     ],
@@ -264,7 +270,13 @@ def simulate(
 @app.command()
 def memory(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to run.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN.toml|MODEL",
+            help="What to run: a run file, or a model by name or as description.json.",
+        ),
+    ],
     cluster: Annotated[
         str | None,
         typer.Option(help="A cluster file, or a built-in one, to show what fits."),

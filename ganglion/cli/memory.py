@@ -12,11 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from ganglion.cli.overrides import Overrides
-from ganglion.cli.train import TrainOptions, fitted_plan, read_run_file
-from ganglion.decide.config import RunFile, own_code_key
+from ganglion.cli.train import TrainOptions, fitted_plan
+from ganglion.decide.config import Override, RunFile, own_code_key
 from ganglion.decide.costs import Cluster, find_cluster
 from ganglion.decide.plan import Plan
-from ganglion.decide.predict import MemoryFigures, MemoryRow, num_cluster_ranks, predict_memory
+from ganglion.decide.predict import (
+    MemoryFigures,
+    MemoryRow,
+    num_cluster_ranks,
+    predict_memory,
+    read_source,
+)
 from ganglion.decide.topology import Launch
 from ganglion.errors import ConfigError
 from ganglion.units import MIB, format_bytes
@@ -64,10 +70,17 @@ def memory_command(request: MemoryRequest, *, as_json: bool) -> int:
 def _run_and_plan(
     request: MemoryRequest, cluster: Cluster | None, *, is_told: bool
 ) -> tuple[RunFile, Plan]:
-    if request.file.suffix == ".json":
+    run = read_source(request.file, [Override(*pair) for pair in request.overrides])
+    if isinstance(run, Plan):
         raise ConfigError(
             f"{request.file} is a plan, which does not say how large the model is: give the run "
             f"file, and the plan as --plan {request.file}"
+        )
+    key = own_code_key(run)
+    if key is not None:
+        raise ConfigError(
+            f"{request.file}: {key} is code of your own, whose size cannot be known before it "
+            f"runs: describe it with `ganglion describe {request.file}`, and set model.description"
         )
     options = TrainOptions(
         run_file=request.file,
@@ -76,13 +89,6 @@ def _run_and_plan(
         overrides=request.overrides,
         log_level="warning",
     )
-    run = read_run_file(options, Launch())
-    key = own_code_key(run)
-    if key is not None:
-        raise ConfigError(
-            f"{request.file}: {key} is code of your own, whose size cannot be known before it "
-            f"runs: describe a built-in model of about its size instead"
-        )
     if cluster is not None and request.nproc is None and request.plan_file is None:
         options = replace(options, nproc=num_cluster_ranks(run, cluster))
     return fitted_plan(options, run, Launch(), is_told=is_told)

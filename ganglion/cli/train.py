@@ -23,6 +23,7 @@ from ganglion.decide.config import (
     ParallelSection,
     RunFile,
     check_plan,
+    check_trainable,
     load_run_file,
     read_toml,
     recipe,
@@ -72,6 +73,7 @@ def train_command(options: TrainOptions) -> int:
     if options.print_config:
         typer.echo(render_run_file(file))
         return 0
+    check_trainable(file)
     file, plan = fitted_plan(options, file, launch)
     if launch.launcher == "alone" and plan.num_ranks > 1:
         _prepare_launch(file)

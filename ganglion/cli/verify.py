@@ -19,7 +19,7 @@ import typer
 from ganglion.cli.folder import prepare_folder
 from ganglion.cli.launch import forwarded_signals, rank_processes, start_rank_server
 from ganglion.cli.train import TrainOptions, make_plan, prepare_data, read_run_file
-from ganglion.decide.config import RunFile
+from ganglion.decide.config import RunFile, check_trainable
 from ganglion.decide.plan import Plan
 from ganglion.decide.schedules.pipeline import planned_schedule
 from ganglion.decide.topology import Launch, read_launch
@@ -46,6 +46,7 @@ def verify_command(options: VerifyOptions) -> int:
     """Train twice and compare; return 0 if every parameter is the same, else 1."""
     launch = read_launch(os.environ)
     file = _shortened(read_run_file(options.layout, launch), options.steps)
+    check_trainable(file)
     plan = make_plan(options.layout, file, launch)
     plan = replace(plan, precision="fp32", compute_fp32=False)
     plan.require_built()

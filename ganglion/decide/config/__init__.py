@@ -31,7 +31,13 @@ from ganglion.decide.config.files import (
     recipe,
     render_run_file,
 )
-from ganglion.decide.config.model import expected_shape, model_shape, own_code_key
+from ganglion.decide.config.model import (
+    check_trainable,
+    expected_shape,
+    model_shape,
+    own_code_key,
+    read_model,
+)
 from ganglion.decide.config.resolve import check_plan, resolve
 from ganglion.decide.config.schema import (
     AveragingSection,
@@ -66,6 +72,7 @@ __all__ = [
     "check_flushes",
     "check_plan",
     "check_precision",
+    "check_trainable",
     "check_vocabulary",
     "expected_shape",
     "given_rates",
@@ -73,6 +80,7 @@ __all__ = [
     "load_run_file",
     "model_shape",
     "own_code_key",
+    "read_model",
     "read_toml",
     "recipe",
     "render_run_file",

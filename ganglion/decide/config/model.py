@@ -3,34 +3,106 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from ganglion.decide.config.schema import ModelSection, RunFile
-from ganglion.decide.shapes import BuiltShape, ConvShape, GPTShape, MLPShape, ModelShape
-from ganglion.errors import LayoutError
+from ganglion.decide.shapes import (
+    BuiltShape,
+    ConvShape,
+    DescribedModel,
+    GPTShape,
+    MLPShape,
+    ModelShape,
+    description_from_json,
+    is_model_name,
+    named_model,
+    nearest_model,
+)
+from ganglion.errors import ConfigError, LayoutError
 
+_TOKEN_DATA = ("text", "synthetic")
 _IMAGE = (1, 28, 28)  # of the built-in sets, with 10 classes
 
 
 def own_code_key(run: RunFile) -> str | None:
-    """Return the key that names a model or data set of the user's own; None if all is built in.
+    """Return the key that names a model or data set of the user's own; None if all is known.
 
-    The costs and the size of such code are not known before it runs.
+    The costs and the size of such code are not known before it runs, unless `model.description`
+    has them.
     """
+    if run.model.description:
+        return None
     if run.model.build:
         return "model.build"
     return 'data.kind = "dataset"' if run.data.kind == "dataset" else None
 
 
 def expected_shape(run: RunFile) -> ModelShape:
-    """Return the shape of a run file's built-in model, without reading any data.
+    """Return the described shape of a run file's model, or that of its built-in one.
 
-    Images count as 28 x 28 in one channel with 10 classes, as the built-in sets have them.
+    No data are read: images count as 28 x 28 in one channel with 10 classes, as the built-in sets
+    have them.
     """
+    if run.model.description:
+        return read_model(run.model.description)
     if run.data.kind == "images":
         return model_shape(run.model, num_outputs=10, input_shape=_IMAGE)
     vocab_size = 256 if run.data.tokenizer == "bytes" else run.data.bpe_vocab_size
     num_outputs = run.model.vocab_size or vocab_size
     return model_shape(run.model, num_outputs=num_outputs, input_shape=(run.data.seq_len,))
+
+
+# --- descriptions --------------------------------------------------------------------------------
+
+
+def read_model(source: str) -> DescribedModel:
+    """Return the model of a description file, or of a name; raise ConfigError if it is neither."""
+    if is_model_name(source):
+        return named_model(source)
+    path = Path(source)
+    if path.suffix != ".json" and not path.exists():
+        raise ConfigError(
+            f"{source!r} is neither a file nor the name of a model: {nearest_model(source)}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} cannot be read: {error}") from error
+    return description_from_json(text, source)
+
+
+def check_description(run: RunFile) -> None:
+    """Refuse keys that the description of a model decides already."""
+    model = run.model
+    if not model.description:
+        return
+    kept = ("description", "build", "args", "loss")
+    for key, field in type(model).model_fields.items():
+        if key not in kept and not model.build and getattr(model, key) != field.default:
+            raise ConfigError(
+                f"model.{key} = {getattr(model, key)!r} changes nothing beside model.description = "
+                f"{model.description!r}, which has the whole model: leave it out, or describe "
+                f"another, as in gpt:layers=24,hidden=1024,heads=16"
+            )
+    tokens = read_model(model.description).tokens
+    if tokens > 1 and run.data.kind in _TOKEN_DATA and run.data.seq_len != tokens:
+        raise LayoutError(
+            f"data.seq_len = {run.data.seq_len}, but model.description = {model.description!r} is "
+            f"of samples of {tokens} tokens: set data.seq_len = {tokens}, or describe the model "
+            f"with the other length (seq=N in a name, --seq N of `ganglion describe`)"
+        )
+
+
+def check_trainable(run: RunFile) -> None:
+    """Refuse to train a model that is known in numbers alone."""
+    if run.model.description and not run.model.build:
+        raise ConfigError(
+            f"model.description = {run.model.description!r} is a model in numbers, which can be "
+            f"predicted but not trained: set model.build, or leave out model.description"
+        )
+
+
+# --- built-in models ---------------------------------------------------------------------------
 
 
 def model_shape(
@@ -94,7 +166,9 @@ def check_data(
 
 
 def num_blocks(model: ModelSection) -> int | None:
-    """Return how many blocks a model will have, or None for a user's own."""
+    """Return how many blocks a model will have, or None for a user's own without a description."""
+    if model.description:
+        return read_model(model.description).num_blocks
     if model.build:
         return None
     if model.kind == "gpt":

@@ -12,7 +12,7 @@ from ganglion.decide.config.checks import (
     check_precision,
     check_steps,
 )
-from ganglion.decide.config.model import num_blocks
+from ganglion.decide.config.model import check_description, num_blocks
 from ganglion.decide.config.schema import ModelSection, RunFile
 from ganglion.decide.config.tensor_checks import check_tensor_axes
 from ganglion.decide.plan import Plan
@@ -84,6 +84,7 @@ def check_plan(run: RunFile, plan: Plan, num_processes: int | None) -> None:
 def _check(run: RunFile, plan: Plan) -> None:
     """Refuse settings that do not go with the plan or with each other."""
     check_planned(plan)
+    check_description(run)
     _check_model(run.model, plan)
     check_tensor_axes(run, plan)
     check_error_feedback(run.optimizer.error_feedback, plan)
@@ -101,8 +102,8 @@ def _check_model(model: ModelSection, plan: Plan) -> None:
         raise LayoutError(
             f"parallel.pipe = {plan.pipe} makes {num_stages} stages"
             + (f" ({chunks} a rank under {plan.schedule})" if chunks > 1 else "")
-            + f", but the model has {blocks} blocks: use at most {blocks} stages or raise "
-            f"model.layers"
+            + f", but the model has {blocks} blocks: use at most {blocks} stages"
+            + ("" if model.description else " or raise model.layers")
         )
     if blocks is not None and plan.stage_boundaries and plan.stage_boundaries[-1] >= blocks:
         raise LayoutError(

@@ -30,6 +30,11 @@ class ModelSection(Section):
     args: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="keyword arguments for `build`"
     )
+    description: str = Field(
+        "",
+        description="a model in numbers, for predictions: of `build`, or alone without training; a "
+        '.json file of `ganglion describe`, or a name such as "gpt-12b"',
+    )
     loss: str = Field(
         "cross_entropy",
         description='"cross_entropy", "mse" or your own "package.module:function"',

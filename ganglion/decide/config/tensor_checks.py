@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from ganglion.decide.config.model import read_model
 from ganglion.decide.config.schema import ModelSection, RunFile
 from ganglion.decide.plan import Plan
 from ganglion.decide.shapes import CONV_CHANNELS, CONV_WIDTHS
@@ -33,9 +34,11 @@ def check_tensor_axes(run: RunFile, plan: Plan) -> None:
     """Refuse tensor axes that the model's sizes do not fit."""
     if plan.x * plan.y * plan.z == 1:
         return
+    if run.model.description:
+        _check_described(run.model.description, plan)
     if run.model.build == BUILDER:
         check_hugging_face(run.model.args, plan)
-    if not run.model.build:
+    if not run.model.build and not run.model.description:
         check = {"gpt": _check_gpt, "mlp": _check_mlp, "conv": _check_conv}[run.model.kind]
         check(run.model, plan)
 
@@ -67,6 +70,21 @@ def _check_conv(model: ModelSection, plan: Plan) -> None:
     turns = itertools.cycle([("x", plan.x), ("y", plan.y)])
     for size, (axis, parts) in zip((*CONV_CHANNELS, *CONV_WIDTHS), turns, strict=False):
         check_divides(f'the outputs of a layer of model.kind = "{model.kind}",', size, axis, parts)
+
+
+def _check_described(description: str, plan: Plan) -> None:
+    """Refuse axes that split nothing, or that do not divide what they split."""
+    model = read_model(description)
+    for axis in ("x", "y"):
+        parts = plan.mesh().size(axis)
+        if parts > 1 and not any(split.axis == axis for split in model.splits):
+            raise LayoutError(
+                f"parallel.{axis} = {parts}, but model.description = {description!r} names no size "
+                f"that {axis} could split: set parallel.{axis} = 1"
+            )
+    for split in model.splits:
+        parts = plan.mesh().size(split.axis)
+        check_divides(f"{split.name} of {description}", split.size, split.axis, parts)
 
 
 # --- Hugging Face --------------------------------------------------------------------------------

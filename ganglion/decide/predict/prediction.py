@@ -21,6 +21,7 @@ from ganglion.decide.config import (
     expected_shape,
     load_run_file,
     own_code_key,
+    read_model,
     read_toml,
     resolve,
 )
@@ -47,6 +48,13 @@ from ganglion.decide.schedules.pipeline import check_planned
 from ganglion.decide.shapes import GPTShape, ModelShape
 from ganglion.decide.simulator import TensorOverlap
 from ganglion.decide.topology import Mesh
+from ganglion.decide.shapes import (
+    GPTShape,
+    ModelShape,
+    is_description,
+    is_model_name,
+    nearest_model,
+)
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.units import GIB
 
@@ -135,7 +143,8 @@ def predict(
 ) -> Prediction:
     """Predict a run on a cluster, without torch and without launching anything.
 
-    `source` is a run file or a plan, as a path or as a record; `cluster` is a cluster file or the
+    `source` is a run file or a plan, as a path or as a record, or a model: the path of its
+    description, or its name; `cluster` is a cluster file or the
     name of a built-in one. `nproc` is the number of processes: by default one replica, or a full
     cluster. `overrides` sets keys of a run file, as in `{"parallel.pipe": 4}`. `steps` are
     simulated; `seed` decides their jitter. A run with `memory.device_gib` is fitted to it first.
@@ -203,19 +212,49 @@ def _as_text(value: Any) -> str:
 
 
 def read_source(path: Path, overrides: Iterable[Override] = ()) -> RunFile | Plan:
-    """Read a plan (.json) or a run file (any other suffix) with its overrides."""
-    if path.suffix != ".json":
-        return load_run_file(read_toml(path), overrides, str(path))
+    """Read a run file, a plan, a model description, or the name of a model, with overrides.
+
+    A .json file is a plan or a description. A model alone gives a run file with default sections
+    and `model.description`.
+    """
+    text = str(path)
+    if path.suffix == ".json":
+        return _read_record(path, overrides)
+    if is_model_name(text) and not path.exists():
+        return _described_run(text, overrides)
+    if path.suffix != ".toml" and not path.exists():
+        raise ConfigError(
+            f"{text!r} is neither a file nor the name of a model: {nearest_model(text)}"
+        )
+    return load_run_file(read_toml(path), overrides, text)
+
+
+def _read_record(path: Path, overrides: Iterable[Override]) -> RunFile | Plan:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if is_description(text):
+        return _described_run(str(path), overrides)
     for override in overrides:
         raise ConfigError(
             f"--{override.key} is a key of a run file, but {path} is a plan: leave it out, or give "
             f"the run file instead"
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
     return Plan.from_json(text, str(path))
+
+
+def _described_run(source: str, overrides: Iterable[Override]) -> RunFile:
+    """Return a run of a described model; its samples are as long as the description says."""
+    given = list(overrides)
+    for override in given:
+        if override.key.startswith("model."):
+            raise ConfigError(
+                f"--{override.key} changes nothing of {source}, which is a whole model: name "
+                f"another one, as in gpt:layers=24,hidden=1024,heads=16, or give a run file"
+            )
+    data = {"kind": "synthetic", "seq_len": read_model(source).tokens}
+    return load_run_file({"model": {"description": source}, "data": data}, given, source)
 
 
 def planned_run(

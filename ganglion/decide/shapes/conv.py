@@ -43,14 +43,28 @@ class ConvShape:
         return 5
 
     @property
-    def convolutions(self) -> list[_Convolution]:
+    def convolutions(self) -> list[Convolution]:
         """Both convolutions; the first pads its images, the second does not."""
         first, second = CONV_CHANNELS
         half = self.image_size // 2
         inner = half - KERNEL_SIZE + 1
         return [
-            _Convolution(self.num_channels, first, self.image_size, self.image_size, half),
-            _Convolution(first, second, half, inner, inner // 2),
+            Convolution(
+                inputs=self.num_channels,
+                outputs=first,
+                kernel=KERNEL_SIZE,
+                before=self.image_size,
+                after=self.image_size,
+                pooled=half,
+            ),
+            Convolution(
+                inputs=first,
+                outputs=second,
+                kernel=KERNEL_SIZE,
+                before=half,
+                after=inner,
+                pooled=inner // 2,
+            ),
         ]
 
     @property
@@ -60,19 +74,26 @@ class ConvShape:
         return [last.outputs * last.pooled**2, *CONV_WIDTHS, self.num_outputs]
 
 
-@dataclass(frozen=True, slots=True)
-class _Convolution:
-    """Channels in and out; pixels of a side before it, behind it, and behind the pooling."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """Channels in and out; pixels of a side before it, behind it, and behind the pooling if any."""
 
     inputs: int
     outputs: int
+    kernel: int
     before: int
     after: int
     pooled: int
 
     @property
     def weight_size(self) -> int:
-        return self.inputs * self.outputs * KERNEL_SIZE**2
+        """Elements of the weight."""
+        return self.inputs * self.outputs * self.kernel**2
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether pooling follows."""
+        return self.pooled < self.after
 
 
 def describe_conv(shape: ConvShape) -> DescribedModel:
@@ -83,7 +104,7 @@ def describe_conv(shape: ConvShape) -> DescribedModel:
         name="conv",
         sample_bytes=shape.num_channels * shape.image_size**2 * FLOAT + NUMBER,
         blocks=(
-            *(_conv(chain, n, conv, axes[n]) for n, conv in enumerate(shape.convolutions)),
+            *(conv_block(chain, n, conv, axes[n]) for n, conv in enumerate(shape.convolutions)),
             *(
                 chain.dense(f"dense.{n}", n, *sizes, axes[n], keeps_result=True)
                 for n, sizes in widths
@@ -93,10 +114,11 @@ def describe_conv(shape: ConvShape) -> DescribedModel:
     )
 
 
-def _conv(chain: Chain, number: int, conv: _Convolution, axes: Axes) -> DescribedBlock:
+def conv_block(chain: Chain, number: int, conv: Convolution, axes: Axes) -> DescribedBlock:
+    """Return a convolution with ReLU, and its pooling if it has one."""
     taken, given = axes
     weight = Parameter(
-        shape=(conv.outputs, conv.inputs, KERNEL_SIZE, KERNEL_SIZE),
+        shape=(conv.outputs, conv.inputs, conv.kernel, conv.kernel),
         axes=(given, taken, None, None),
         role=MATRIX,
     )
@@ -112,9 +134,9 @@ def _conv(chain: Chain, number: int, conv: _Convolution, axes: Axes) -> Describe
 
 
 def _conv_activations(
-    form: Format, chain: Chain, number: int, conv: _Convolution, axes: Axes
+    form: Format, chain: Chain, number: int, conv: Convolution, axes: Axes
 ) -> DescribedActivations:
-    """Return a convolution, ReLU and pooling, which keeps where each maximum was."""
+    """Return those of a ReLU, which keeps its result, and of where each maximum was."""
     taken, given = (axis or "" for axis in axes)
     result = each(conv.outputs * conv.after**2 * form.element_bytes, given)
     block = chain.edges(
@@ -124,8 +146,12 @@ def _conv_activations(
         each(conv.outputs * conv.pooled**2, given),
         (
             *fixed(conv.weight_size * HALF * form.is_autocast, when="x=1 y=1 z=1"),
-            *result,
-            *each(conv.outputs * conv.pooled**2 * NUMBER, given),
+            *(result * conv.is_pooled),
+            *each(conv.outputs * conv.pooled**2 * NUMBER * conv.is_pooled, given),
         ),
     )
-    return replace(block, scratch=((*block.output, *result, *result),))
+    return replace(
+        block,
+        scratch=((*block.output, *result, *result),),
+        keeps_output=not conv.is_pooled,
+    )

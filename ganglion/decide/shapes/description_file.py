@@ -10,7 +10,7 @@ Equal blocks are written once; `order` says where they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ganglion.decide.shapes.amounts import FORMATS, Amount, Condition, Term
@@ -281,6 +281,10 @@ def _condition(node: Node) -> Condition:
     return node.parsed(Condition.parse)
 
 
-def is_description(record: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is meant as a model description, and not as a plan."""
-    return "blocks" in record or "order" in record
+def is_description(text: str) -> bool:
+    """Return whether JSON text is meant as a model description, and not as a plan."""
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(record, dict) and ("blocks" in record or "order" in record)

@@ -87,8 +87,12 @@ def describe_gpt(shape: GPTShape) -> DescribedModel:
 
     Attention counts all pairs of tokens, as 2104.04473 does, though a causal kernel may skip half.
     """
-    held = _Blocks(shape)
-    layer = [held.attention(), held.mlp()]
+    return describe_transformer("gpt", shape, GPTBlocks(shape))
+
+
+def describe_transformer(name: str, shape: GPTShape, kinds: GPTBlocks) -> DescribedModel:
+    """Return the model of these kinds of blocks."""
+    layer = [kinds.attention(), kinds.mlp()]
     splits = {
         "heads": ("x", shape.num_heads),
         "kv_heads": ("x", shape.num_kv_heads),
@@ -97,21 +101,22 @@ def describe_gpt(shape: GPTShape) -> DescribedModel:
         "hidden": ("y", shape.hidden),
     }
     return DescribedModel(
-        name="gpt",
+        name=name,
         sample_bytes=2 * shape.seq_len * NUMBER,
-        blocks=(held.embedding(), *layer * shape.num_layers, held.head()),
+        blocks=(kinds.embedding(), *layer * shape.num_layers, kinds.head()),
         tokens=shape.seq_len,
         splits=tuple(Split(axis=at, name=name, size=n) for name, (at, n) in splits.items()),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Each kind of block."""
+class GPTBlocks:
+    """Each kind of block; other transformers change some of them."""
 
     shape: GPTShape
 
     def embedding(self) -> DescribedBlock:
+        """Return the tables of tokens and of learned positions."""
         shape, learned = self.shape, self.shape.positions == "learned"
         tokens = Parameter(shape=(shape.vocab_size, shape.hidden), axes=("x", "y"), role=TABLE)
         places = Parameter(shape=(shape.seq_len, shape.hidden), axes=(None, "y"), role=TABLE)
@@ -122,13 +127,14 @@ class _Blocks:
             output_elements=shape.seq_len * shape.hidden,
             parameters=parameters,
             layers=layers_of_all(parameters, (shape.seq_len, shape.seq_len)),
-            activations=tuple(map(self._embedding_activations, FORMATS)),
+            activations=tuple(map(self.embedding_activations, FORMATS)),
         )
 
     def attention(self) -> DescribedBlock:
+        """Return the attention of a layer."""
         shape = self.shape
         hidden, inner = shape.hidden, shape.query_size
-        return self._block(
+        return self.block(
             "attention",
             (
                 *linear_parameters(hidden, shape.qkv_size, ("y", "x"), shape.bias),
@@ -136,22 +142,24 @@ class _Blocks:
             ),
             weights=hidden * (shape.qkv_size + inner),
             mixing=4 * shape.seq_len**2 * inner,
-            activations=tuple(map(self._attention_activations, FORMATS)),
+            activations=tuple(map(self.attention_activations, FORMATS)),
         )
 
     def mlp(self) -> DescribedBlock:
+        """Return the MLP of a layer."""
         hidden, inner, bias = self.shape.hidden, self.shape.mlp_hidden, self.shape.bias
-        return self._block(
+        return self.block(
             "mlp",
             (
                 *linear_parameters(hidden, inner, ("y", "x"), bias),
                 *linear_parameters(inner, hidden, ("x", "y"), bias),
             ),
             weights=2 * hidden * inner,
-            activations=tuple(map(self._mlp_activations, FORMATS)),
+            activations=tuple(map(self.mlp_activations, FORMATS)),
         )
 
     def head(self) -> DescribedBlock:
+        """Return the last norm, and the scores of all tokens."""
         shape = self.shape
         tokens = Parameter(
             shape=(shape.vocab_size, shape.hidden),
@@ -159,15 +167,15 @@ class _Blocks:
             role=MATRIX,
             is_tied=shape.tied_embedding,
         )
-        block = self._block(
+        block = self.block(
             "head",
             (tokens,),
             weights=shape.hidden * shape.vocab_size,
-            activations=tuple(map(self._head_activations, FORMATS)),
+            activations=tuple(map(self.head_activations, FORMATS)),
         )
         return replace(block, output_elements=shape.seq_len * shape.vocab_size)
 
-    def _block(
+    def block(
         self,
         name: str,
         behind_norm: tuple[Parameter, ...],
@@ -190,11 +198,12 @@ class _Blocks:
 
     # --- activations -----------------------------------------------------------------------------
 
-    def _edge(self, form: Format) -> Amount:
+    def edge(self, form: Format) -> Amount:
+        """Return the stream between blocks."""
         return each(self.shape.seq_len * self.shape.hidden * form.weight_bytes, "y")
 
-    def _norm(self, form: Format) -> Amount:
-        """The result of a norm for the layer behind it, and the tensors of its own backward."""
+    def norm(self, form: Format) -> Amount:
+        """Return the result of a norm for the layer behind it, and what its own backward needs."""
         rows, width = self.shape.seq_len, self.shape.seq_len * self.shape.hidden
         return (
             *each(width * form.element_bytes, "y"),
@@ -203,9 +212,10 @@ class _Blocks:
             *each(rows * FLOAT, when="y>1"),
         )
 
-    def _embedding_activations(self, form: Format) -> DescribedActivations:
+    def embedding_activations(self, form: Format) -> DescribedActivations:
+        """Return what the embedding keeps: its indices."""
         shape, rows = self.shape, self.shape.seq_len
-        edge, indices = self._edge(form), rows * NUMBER * (shape.positions == "learned")
+        edge, indices = self.edge(form), rows * NUMBER * (shape.positions == "learned")
         gradient = fixed(shape.vocab_size * shape.hidden * form.weight_bytes, "x y")
         return DescribedActivations(
             input=each(rows * NUMBER),
@@ -217,15 +227,16 @@ class _Blocks:
             gradient=gradient,
         )
 
-    def _attention_activations(self, form: Format) -> DescribedActivations:
+    def attention_activations(self, form: Format) -> DescribedActivations:
+        """Return what attention keeps, without the scores of pairs of tokens."""
         shape, rows = self.shape, self.shape.seq_len
         hidden, queries = shape.hidden, shape.query_size
         mixed, joined = (
             each(rows * n * form.element_bytes, "x") for n in (queries, shape.qkv_size)
         )
         spread = each(rows * shape.num_heads * FLOAT, "x")  # of the softmax
-        weight = self._weight_gradient(hidden * queries, form)  # of the layer behind, made before
-        block = self._residual(
+        weight = self.weight_gradient(hidden * queries, form)  # of the layer behind, made before
+        block = self.residual(
             (*joined, *self._copied_heads(form), *mixed, *spread),
             form,
             weights=(hidden * shape.qkv_size, hidden * queries),
@@ -245,18 +256,20 @@ class _Blocks:
         # Queries are views too, unless several groups of several lie apart.
         return each(row_bytes * shape.query_size, "x", when=f"x<{groups}")
 
-    def _mlp_activations(self, form: Format) -> DescribedActivations:
+    def mlp_activations(self, form: Format) -> DescribedActivations:
+        """Return what the MLP keeps: both sides of its GELU."""
         wide = each(self.shape.seq_len * self.shape.mlp_hidden * form.element_bytes, "x")
         weight = self.shape.hidden * self.shape.mlp_hidden
-        return self._residual(
+        return self.residual(
             (*wide, *wide),
             form,
             weights=(weight, weight),
-            moments=((*wide, *self._weight_gradient(weight, form)),),
+            moments=((*wide, *self.weight_gradient(weight, form)),),
             widest=wide,
         )
 
-    def _head_activations(self, form: Format) -> DescribedActivations:
+    def head_activations(self, form: Format) -> DescribedActivations:
+        """Return what head and loss keep."""
         rows, vocab_size = self.shape.seq_len, self.shape.vocab_size
         logs = each(rows * vocab_size * FLOAT, "x")
         ends = (
@@ -266,21 +279,22 @@ class _Blocks:
             *fixed(NUMBER, when="x>1"),
         )
         weight = self.shape.hidden * vocab_size
-        block = self._residual((*logs, *ends), form, weights=(weight,), moments=(), widest=logs)
+        block = self.residual((*logs, *ends), form, weights=(weight,), moments=(), widest=logs)
         return replace(
             block,
             output=each(rows * vocab_size * form.element_bytes, "x"),
             # Gradients of the loss and of the logits; later, with the former gone, of the weight.
             scratch=(
                 (*logs, *logs),
-                (*self._edge(form), *self._weight_gradient(weight, form)),
+                (*self.edge(form), *self.weight_gradient(weight, form)),
             ),
         )
 
-    def _weight_gradient(self, elements: int, form: Format) -> Amount:
+    def weight_gradient(self, elements: int, form: Format) -> Amount:
+        """Return the gradient of a weight of so many elements."""
         return fixed(elements * form.element_bytes, "x y")
 
-    def _residual(
+    def residual(
         self,
         inside: Amount,
         form: Format,
@@ -293,7 +307,7 @@ class _Blocks:
 
         `moments` are gradients that are there at different times of its backward.
         """
-        edge = self._edge(form)
+        edge = self.edge(form)
         copies = fixed(sum(weights) * HALF * form.is_autocast, when="x=1 y=1 z=1")
         rounded = each(self.shape.seq_len * self.shape.hidden * HALF * form.is_autocast, "y")
         # Of weights in pieces along z, gradients are sent off one by one.
@@ -301,7 +315,7 @@ class _Blocks:
         return DescribedActivations(
             input=edge,
             output=edge,
-            kept=(*self._norm(form), *inside, *copies),
+            kept=(*self.norm(form), *inside, *copies),
             scratch=tuple((*edge, *rounded, *moment) for moment in moments),
             rerun=(*made, *widest, *edge * 3),
             gradient=made,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -16,10 +17,12 @@ from ganglion.decide.config import (
     check_vocabulary,
     given_rates,
     model_shape,
+    read_model,
 )
 from ganglion.decide.plan import Plan
 from ganglion.decide.shapes import BuiltShape, GPTShape, ModelShape
 from ganglion.decide.topology import Launch
+from ganglion.errors import LayoutError
 from ganglion.execute.averaging import own_address
 from ganglion.execute.comm import World
 from ganglion.execute.data import (
@@ -130,7 +133,7 @@ def build_job(
         flops_per_token=None if flops is None else flops / source.tokens_per_sample,
         num_parameters=num_parameters,
         memory=memory,
-        shape=None if file.model.build else _shape(file, source.num_classes, source.input_shape),
+        shape=_known_shape(file, source.num_classes, source.input_shape),
     )
 
 
@@ -140,8 +143,30 @@ def build_blocks(
     """Build the model of a run file, the same on every rank and for every layout."""
     torch.manual_seed(file.train.seed)
     if file.model.build:
-        return build_user_blocks(file.model.build, file.model.args)
+        blocks = build_user_blocks(file.model.build, file.model.args)
+        if file.model.description:
+            _check_described(file, blocks)
+        return blocks
     return named_blocks(build_model(_shape(file, num_outputs, input_shape)))
+
+
+def _check_described(file: RunFile, blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse a description of another model than the one that was built."""
+    found = read_model(file.model.description)
+    settings = (
+        f"model.description = {file.model.description!r}",
+        f"model.build = {file.model.build!r}",
+    )
+    remedy = "describe it again with `ganglion describe`"
+    if found.num_blocks != len(blocks):
+        raise LayoutError(
+            f"{described} has {found.num_blocks} blocks, but {built} {len(blocks)}: {remedy}"
+        )
+    num_built = sum(p.numel() for p in named_parameters(blocks).values())
+    if found.num_parameters != num_built:
+        raise LayoutError(
+            f"{described} has {found.num_parameters} parameters, but {built} {num_built}: {remedy}"
+        )
 
 
 def outline_blocks(
@@ -159,6 +184,15 @@ def outline_blocks(
     torch.manual_seed(file.train.seed)
     model, initial = outline_model(shape)
     return named_blocks(model), initial
+
+
+def _known_shape(
+    file: RunFile, num_outputs: int, input_shape: tuple[int, ...]
+) -> ModelShape | None:
+    """Return the shape of a built-in model or of a description; None if there is neither."""
+    if file.model.description:
+        return read_model(file.model.description)
+    return None if file.model.build else _shape(file, num_outputs, input_shape)
 
 
 def _shape(file: RunFile, num_outputs: int, input_shape: tuple[int, ...]) -> BuiltShape:
