@@ -153,10 +153,8 @@ def build_blocks(
 def _check_described(file: RunFile, blocks: Mapping[str, nn.Module]) -> None:
     """Refuse a description of another model than the one that was built."""
     found = read_model(file.model.description)
-    settings = (
-        f"model.description = {file.model.description!r}",
-        f"model.build = {file.model.build!r}",
-    )
+    described = f"model.description = {file.model.description!r}"
+    built = f"model.build = {file.model.build!r} returned"
     remedy = "describe it again with `ganglion describe`"
     if found.num_blocks != len(blocks):
         raise LayoutError(
