@@ -305,6 +305,53 @@ def memory(
 
 
 @app.command()
+def describe(
+    context: typer.Context,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A run file, a model by name or as description.json, package.module:function, or "
+            "hf:config.json.",
+        ),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of package.module:function."),
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sample (function, hf:).")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--input", help="Shape of a sample of numbers, as 3x224x224 (function)."),
+    ] = None,
+    loss: Annotated[str, typer.Option(help="As model.loss (function).")] = "cross_entropy",
+    write: Annotated[Path | None, typer.Option(help="Write the description to this file.")] = None,
+    list_names: Annotated[bool, typer.Option("--list", help="Print the names of models.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the description, as to a file or pipe.")
+    ] = False,
+) -> None:
+    """Describe a model in numbers: parameters, flop, kept bytes and boundaries of its blocks.
+
+    Prints a table to a terminal, and the description as JSON elsewhere (> model.json) or with
+    --json. A run file takes --section.key VALUE as train.
+    """
+    from ganglion.cli.describe import DescribeRequest, describe_command
+
+    request = DescribeRequest(
+        source=source,
+        arguments=arguments or (),
+        seq=seq,
+        shape=shape,
+        loss=loss,
+        overrides=_overrides(context),
+    )
+    describe_command(request, write=write, list_names=list_names, as_json=as_json)
+
+
+@app.command()
 def trace(
     path: Annotated[
         Path, typer.Argument(metavar="TRACE", help="A run's folder, or a .jsonl file of events.")

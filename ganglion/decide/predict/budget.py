@@ -73,8 +73,8 @@ def fit_budget(run: RunFile, make_plan: MakePlan, *, tier: str = "disk") -> Fit:
     if key is not None:
         raise ConfigError(
             f"memory.device_gib = {run.memory.device_gib:g} needs to know how large the model is, "
-            f"but {key} is code of your own: set memory.recompute and offload yourself, and "
-            f"remove memory.device_gib"
+            f"but {key} is code of your own: describe it with `ganglion describe` and set "
+            f"model.description, or remove memory.device_gib"
         )
     smallest: Fit | None = None
     for choice in _choices(run.memory, tier):
@@ -155,7 +155,8 @@ def decide_activations(run: RunFile, plan: Plan) -> Plan:
     if key is not None:
         raise ConfigError(
             f'memory.recompute = "budget" needs to know what blocks keep, but {key} is code of '
-            f'your own: set memory.recompute = "full" or "sqrt", or name memory.recompute_blocks'
+            f"your own: set model.description (`ganglion describe` writes it), or "
+            f'memory.recompute = "full" or "sqrt"'
         )
     budget_bytes = plan.activation_mib * MIB
     held = planned_stages(expected_shape(run), plan)

@@ -114,7 +114,8 @@ def planned_times(
     if key is not None:
         raise ConfigError(
             f"{source}: {key} is code of your own, whose cost cannot be known before it runs: "
-            f"write its times as [stages] into the cluster file"
+            f"describe it with `ganglion describe` and set model.description, or write its times "
+            f"as [stages] into the cluster file"
         )
     return model_times(expected_shape(run), plan, cluster)
 

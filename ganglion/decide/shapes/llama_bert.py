@@ -83,6 +83,11 @@ class _LlamaBlocks(GPTBlocks):
             *each(rows * FLOAT),
         )
 
+    def _more_casts(self, form: Format, count: int) -> Amount:
+        """Return the results of a norm for further layers: autocast makes a copy for each."""
+        width = self.shape.seq_len * self.shape.hidden
+        return each(count * width * HALF * form.is_autocast, "y")
+
     def attention_activations(self, form: Format) -> DescribedActivations:
         shape, rows = self.shape, self.shape.seq_len
         hidden, queries = shape.hidden, shape.query_size
@@ -93,7 +98,7 @@ class _LlamaBlocks(GPTBlocks):
         turns = fixed(2 * rows * shape.head_size * form.weight_bytes)
         weight = self.weight_gradient(hidden * queries, form)
         return self.residual(
-            (*joined, *mixed, *spread, *turns),
+            (*self._more_casts(form, 2), *joined, *mixed, *spread, *turns),
             form,
             weights=(hidden * shape.qkv_size, hidden * queries),
             moments=((*mixed, *joined), (*mixed, *weight)),
@@ -104,7 +109,7 @@ class _LlamaBlocks(GPTBlocks):
         wide = each(self.shape.seq_len * self.shape.mlp_hidden * form.element_bytes, "x")
         weight = self.shape.hidden * self.shape.mlp_hidden
         return self.residual(
-            (*wide * 4,),
+            (*self._more_casts(form, 1), *wide * 4),
             form,
             weights=(weight,) * 3,
             moments=((*wide * 3,), (*wide * 2, *self.weight_gradient(weight, form))),

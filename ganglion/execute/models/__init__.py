@@ -21,6 +21,7 @@ from ganglion.execute.models.build import (
 )
 from ganglion.execute.models.generate import generate
 from ganglion.execute.models.gpt import GPT
+from ganglion.execute.models.hugging_face import FAMILIES, hugging_face_blocks, read_config
 from ganglion.execute.models.initial import Constant, Initial, InitialWeights, Normal, Uniform
 from ganglion.execute.models.losses import LossFn, cross_entropy, loss_function, mse
 from ganglion.execute.models.meta import check_memory, lent_memory, make_real
@@ -28,6 +29,7 @@ from ganglion.execute.models.small_nets import MLP, ConvNet
 from ganglion.execute.models.tensor_cuts import tensor_cuts
 
 __all__ = [
+    "FAMILIES",
     "GPT",
     "MLP",
     "BlockModel",
@@ -46,6 +48,7 @@ __all__ = [
     "cross_entropy",
     "evaluation_mode",
     "generate",
+    "hugging_face_blocks",
     "lent_memory",
     "loss_function",
     "make_real",
@@ -54,6 +57,7 @@ __all__ = [
     "named_buffers",
     "named_parameters",
     "outline_model",
+    "read_config",
     "tensor_cuts",
     "tied_names",
 ]

@@ -14,8 +14,10 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -82,6 +84,20 @@ def hugging_face_blocks(model_or_config: nn.Module | HuggingFaceConfig) -> dict[
     for block in blocks.values():
         block.training = model.training
     return blocks
+
+
+def read_config(path: Path) -> HuggingFaceConfig:
+    """Return the configuration of a config.json, or of the folder that holds one."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as a Hugging Face config: {error}") from error
+    if not isinstance(record, dict) or "model_type" not in record:
+        raise ConfigError(f"{file} has no model_type: give the config.json of a Hugging Face model")
+    family = _family(str(record["model_type"]))
+    config: HuggingFaceConfig = getattr(_transformers(), family.config_name).from_dict(record)
+    return config
 
 
 def hugging_face_names(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
