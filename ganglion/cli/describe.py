@@ -93,17 +93,18 @@ def _model(request: DescribeRequest) -> DescribedModel:
             "describe needs a source: a run file, a model name (--list has them), "
             "package.module:function or hf:config.json"
         )
-    is_code = source.startswith(_HF) or (":" in source and not is_model_name(source))
-    if not source.startswith(_HF) and not is_code:
+    is_config = source.startswith(_HF)
+    is_code = is_config or (":" in source and not is_model_name(source))
+    if not is_code:
         _refuse_options(request, source)
-    if source.endswith(".toml"):
+    if source.endswith(".toml") and not is_config:
         return _of_run(request, Path(source))
     if request.overrides:
         raise ConfigError(
             f"--{request.overrides[0][0]} is a key of a run file, but {source} is none: leave it "
             f"out"
         )
-    if source.startswith(_HF):
+    if is_config:
         return _of_hugging_face(request, Path(source.removeprefix(_HF)))
     return _of_function(request, source) if is_code else read_model(source)
 

@@ -76,6 +76,7 @@ def check_description(run: RunFile) -> None:
     model = run.model
     if not model.description:
         return
+    tokens = read_model(model.description).tokens
     kept = ("description", "build", "args", "loss")
     for key, field in type(model).model_fields.items():
         if key not in kept and not model.build and getattr(model, key) != field.default:
@@ -84,7 +85,6 @@ def check_description(run: RunFile) -> None:
                 f"{model.description!r}, which has the whole model: leave it out, or describe "
                 f"another, as in gpt:layers=24,hidden=1024,heads=16"
             )
-    tokens = read_model(model.description).tokens
     if tokens > 1 and run.data.kind in _TOKEN_DATA and run.data.seq_len != tokens:
         raise LayoutError(
             f"data.seq_len = {run.data.seq_len}, but model.description = {model.description!r} is "

@@ -61,8 +61,8 @@ def description_from_json(text: str, source: str) -> DescribedModel:
     order = [name for node in fields["order"].items() for name in _names(node, list(kinds))]
     for name in kinds:
         if name not in order:
-            raise fields["blocks"].error(
-                f"block {name!r} stands nowhere in order: add or remove it"
+            raise fields["order"].error(
+                f"does not have block {name!r}: add it, or remove the block"
             )
     return DescribedModel(
         name=fields["name"].text(),

@@ -239,7 +239,8 @@ def _backward_peak(result: Tensor) -> int:
         return 0
     with _Made(watches_peak=True) as made:
         torch.autograd.backward(result, torch.ones_like(result))
-    return made.peak_bytes
+    peak_bytes: int = made.peak_bytes
+    return peak_bytes
 
 
 def _key(tensor: Tensor) -> int:
