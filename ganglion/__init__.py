@@ -27,10 +27,12 @@ if TYPE_CHECKING:
         StageMap,
         rehearse,
     )
+    from ganglion.decide.shapes import DescribedModel, description_to_json, named_model
     from ganglion.decide.simulator import simulate
     from ganglion.decide.topology import NORMAL, TRANSPOSED, ModelCuts, NormCut, read_launch
     from ganglion.errors import GanglionError
     from ganglion.execute.averaging import ElasticAverage, diloco, local_sgd, slow_momentum
+    from ganglion.execute.measure import SampleOutline, describe_model
     from ganglion.execute.models import InitialWeights
     from ganglion.execute.tensor import TensorSettings
     from ganglion.execute.train import (
@@ -53,6 +55,7 @@ __all__ = [
     "TRANSPOSED",
     "ActivationSettings",
     "AveragingSettings",
+    "DescribedModel",
     "ElasticAverage",
     "GanglionError",
     "InitialWeights",
@@ -65,13 +68,17 @@ __all__ = [
     "Registry",
     "Run",
     "RunSettings",
+    "SampleOutline",
     "StageMap",
     "StageTimes",
     "StepResult",
     "TensorSettings",
     "__version__",
+    "describe_model",
+    "description_to_json",
     "diloco",
     "local_sgd",
+    "named_model",
     "parallelize",
     "predict",
     "read_launch",
@@ -96,6 +103,11 @@ _NAMES_OF = {
         "StageMap",
         "rehearse",
     ),
+    "decide.shapes": (
+        "DescribedModel",
+        "description_to_json",
+        "named_model",
+    ),
     "decide.simulator": ("simulate",),
     "decide.topology": (
         "NORMAL",
@@ -110,6 +122,10 @@ _NAMES_OF = {
         "diloco",
         "local_sgd",
         "slow_momentum",
+    ),
+    "execute.measure": (
+        "SampleOutline",
+        "describe_model",
     ),
     "execute.models": ("InitialWeights",),
     "execute.tensor": ("TensorSettings",),

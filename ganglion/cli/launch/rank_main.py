@@ -15,8 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ganglion.cli.environment import cache_folder, cores_per_rank, log_to_file, log_to_screen
 from ganglion.cli.folder import accept_resumed, prepare_folder, read_folder
+from ganglion.cli.launch.progress import Progress
 from ganglion.cli.launch.signals import StopSignal
-from ganglion.cli.progress import Progress
 from ganglion.cli.summary import print_summary
 from ganglion.decide.config import CHECKPOINTS, LOGS, MODEL_FILE, RunFile
 from ganglion.decide.plan import Plan

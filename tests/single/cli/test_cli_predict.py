@@ -129,7 +129,9 @@ def test_simulate_takes_keys_of_the_run_file(folder: Path) -> None:
     refused = ganglion(*words, cwd=folder, code=2)
     assert "--parallel.pipe is a key of a run file, but plan.json is a plan" in refused.stderr
     refused = ganglion("schedule", "gpipe", "--parallel.pipe", "2", cwd=folder, code=2)
-    assert "only `train`, `verify`, `simulate` and `memory` take those" in refused.stderr
+    assert (
+        "only `train`, `verify`, `simulate`, `memory` and `describe` take those" in refused.stderr
+    )
 
 
 def test_simulate_layers_that_are_split(folder: Path) -> None:
