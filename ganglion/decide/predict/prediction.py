@@ -45,9 +45,6 @@ from ganglion.decide.predict.step_time import (
     predict_figures,
 )
 from ganglion.decide.schedules.pipeline import check_planned
-from ganglion.decide.shapes import GPTShape, ModelShape
-from ganglion.decide.simulator import TensorOverlap
-from ganglion.decide.topology import Mesh
 from ganglion.decide.shapes import (
     GPTShape,
     ModelShape,
@@ -55,6 +52,8 @@ from ganglion.decide.shapes import (
     is_model_name,
     nearest_model,
 )
+from ganglion.decide.simulator import TensorOverlap
+from ganglion.decide.topology import Mesh
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.units import GIB
 
