@@ -8,7 +8,8 @@ operands and its result through device memory:
 so that small microbatches and narrow pieces of a layer are slower for each flop (an additive
 roofline: Williams, Waterman and Patterson 2009 take the larger of the two, which assumes that they
 always overlap). What is kept for backward is written and read in forward, and is read there with a
-gradient written and read beside it in backward: norms, activations and softmax cost that.
+gradient written and read beside it in backward: norms, activations and softmax cost that. They
+compute, too, so their rate is one of its own (`activation_gbps`).
 
 Collectives are the rings of AxoNN-4D (2502.08145, section V-B, equations 1 to 5; the spec's part
 B.3), with the latency of every hop; the rings of one axis are all at work at the same time.
@@ -107,6 +108,8 @@ class ComputeClock:
         self._sizes = {None: 1, "x": plan.x, "y": plan.y}
         self._rate = compute.flops(plan.computes_in)
         self._bytes_per_s = compute.memory_bytes_per_s
+        self._activation_bytes_per_s = compute.activation_bytes_per_s
+        self._block_s = compute.block_s
         self._element_bytes = message_element_bytes(plan)
         self._known: dict[int, BlockTimes] = {}
 
@@ -147,8 +150,9 @@ class ComputeClock:
         of_inputs = sum(f for f, la in zip(flops, work.layers, strict=True) if not la.of_data)
         forward_s = (work.cost.forward_flops - sum(flops)) / share / self._rate
         input_s = max(0.0, work.cost.input_flops - of_inputs) / share / self._rate
-        kept_s = work.kept_bytes / self._bytes_per_s
-        return forward_s + FORWARD_PASSES * kept_s, input_s + BACKWARD_PASSES * kept_s
+        kept_s = work.kept_bytes / self._activation_bytes_per_s
+        forward_s += FORWARD_PASSES * kept_s + self._block_s
+        return forward_s, input_s + BACKWARD_PASSES * kept_s + self._block_s
 
 
 # --- layers with their collectives ---------------------------------------------------------------
@@ -198,6 +202,7 @@ class LayerClock:
         self._compute = ComputeClock(plan, cluster.require_compute())
         self._element_bytes = message_element_bytes(plan)
         self._weight_element_bytes = weight_element_bytes(plan)
+        self._shares = _shares_pieces(plan, cluster)
         self._rings = {axis: slowest_ring(self._mesh, axis, cluster, pipe) for axis in TENSOR_AXES}
 
     def block(
@@ -229,7 +234,9 @@ class LayerClock:
             product_s=self._compute.product_s(layer),
             before_s=others_s[0],
             after_s=others_s[1],
-            gather_s=all_gather_s(weight_bytes, self._rings["z"]) if is_gathered else 0.0,
+            gather_s=all_gather_s(weight_bytes, self._rings["z"])
+            if is_gathered and not self._shares
+            else 0.0,
             scatter_s=reduce_scatter_s(weight_bytes, self._rings["z"]) if is_gathered else 0.0,
             output_s=self._sum_s(layer.num_outputs, in_axis, out_axis),
             input_s=0.0 if layer.of_data else self._sum_s(layer.num_inputs, out_axis, in_axis),
@@ -248,3 +255,11 @@ class LayerClock:
 
     def _long(self, axis: str | None) -> str | None:
         return axis if axis is not None and self._mesh.size(axis) > 1 else None
+
+
+def _shares_pieces(plan: Plan, cluster: Cluster) -> bool:
+    """Return whether ranks along z read each other's weights where they are."""
+    if not (cluster.runtime.shares_pieces and plan.share_pieces) or plan.pipe > 1:
+        return False
+    group = plan.mesh().group_of(0, ("z",))
+    return len({cluster.node_of(rank) for rank in group}) == 1

@@ -11,6 +11,10 @@ bf16_tflops = 125.0
 efficiency = 0.5            # share of that peak which large products reach
 memory_gib = 16
 memory_bandwidth_gbps = 7200
+activation_gbps = 7200      # of norms, activations and softmax; left out: the memory's bandwidth
+update_gbps = 7200          # of weights and optimizer state in an update; left out: as above
+block_s = 1e-5              # what one forward or backward of a block takes beyond its work
+update_s = 1e-3             # what one update takes beyond moving weights and optimizer state
 action_s = 1e-3             # time of the engine for one forward or backward of a stage
 
 [links.intra]               # between ranks of one node
@@ -19,15 +23,19 @@ bandwidth_gbps = 220        # gigaBITS a second everywhere in Ganglion: 220 is 2
 [links.inter]               # between nodes
 latency_s = 14e-6
 bandwidth_gbps = 103
+collective_latency_s = 5e-6 # of a step of a collective; left out: latency_s
+collective_s = 50e-6        # what each collective takes beyond its steps; left out: 0
 shared = true               # one adapter for all ranks of the node
 
 [tiers.host]                # where a plan may keep optimizer state; also [tiers.disk]
 read_gbps = 90              # of one rank, while all ranks of the node move theirs
 write_gbps = 90
 
-[runtime]                   # of the engine; both are true where they are left out
+[runtime]                   # of the engine; left out, it overlaps everything
 overlaps_messages = true    # stages compute while messages are under way
 overlaps_reduction = true   # and while replicas sum gradients and update
+overlaps_collectives = true # and while ranks sum and gather inside layers
+shares_pieces = false       # ranks of a node read each other's pieces of weights; left out: false
 
 [prefix_rates]              # the communication model of AxoNN-4D, for `--method axonn`
 inter_gbps = 640
@@ -57,7 +65,11 @@ FLOP_PER_MEMORY_BYTE = 10.0
 class Compute:
     """The speed of one rank; `jitter` is the sigma of a log-normal factor with median 1.
 
-    `action_s` is what the engine itself spends on a forward or a backward of a stage.
+    `activation_gbps` is the rate at which kept activations move through the kernels that make and
+    read them, which compute beside it; `update_gbps` that of weights, gradients and optimizer state
+    in an update. `block_s`, `update_s` and `action_s` are the times that a
+    block's forward or backward, an update, and the engine's forward or backward of a stage take
+    beyond their work.
     """
 
     fp32_tflops: float
@@ -65,7 +77,11 @@ class Compute:
     efficiency: float
     memory_gib: float
     memory_bandwidth_gbps: float | None = None
+    activation_gbps: float | None = None
+    update_gbps: float | None = None
     jitter: float = 0.0
+    block_s: float = 0.0
+    update_s: float = 0.0
     action_s: float = 0.0
 
     def peak_flops(self, precision: str) -> float:
@@ -83,6 +99,19 @@ class Compute:
             return self.fp32_tflops * 1e12 / FLOP_PER_MEMORY_BYTE
         return self.memory_bandwidth_gbps * BYTES_PER_GBIT
 
+    @property
+    def activation_bytes_per_s(self) -> float:
+        """The rate of kept activations, that of device memory where it is not given."""
+        return self._rate(self.activation_gbps)
+
+    @property
+    def update_bytes_per_s(self) -> float:
+        """The rate of an update's bytes, that of device memory where it is not given."""
+        return self._rate(self.update_gbps)
+
+    def _rate(self, gbps: float | None) -> float:
+        return self.memory_bytes_per_s if gbps is None else gbps * BYTES_PER_GBIT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -90,18 +119,27 @@ class Link:
 
     `bandwidth_gbps` is that of one message. `collective_gbps` is the bus bandwidth of a ring
     through all ranks of its nodes, where it is known: several adapters may serve such a ring.
+    `collective_latency_s` is that of each step of a collective, where it is not a message's, and
+    `collective_s` what a collective takes beyond its steps.
     `shared`: ranks of one node that send at the same time divide the bandwidth among them.
     """
 
     latency_s: float
     bandwidth_gbps: float
     collective_gbps: float | None = None
+    collective_latency_s: float | None = None
+    collective_s: float = 0.0
     shared: bool = False
 
     @property
     def bytes_per_s(self) -> float:
         """The bandwidth of one message in bytes a second."""
         return self.bandwidth_gbps * BYTES_PER_GBIT
+
+    @property
+    def step_s(self) -> float:
+        """The latency of each step of a collective."""
+        return self.latency_s if self.collective_latency_s is None else self.collective_latency_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +160,15 @@ class Runtime:
 
     Without `overlaps_messages`, sender and receiver both stop for each message; without
     `overlaps_reduction`, a rank stops for its reduction and its update. So do the released engines
-    of Megatron-LM, DeepSpeed and PipeDream-2BW.
+    of Megatron-LM, DeepSpeed and PipeDream-2BW. Without `overlaps_collectives`, those inside layers
+    take the time of computation: where processors copy and add, and all are busy. With
+    `shares_pieces`, ranks along z of one node and without a pipeline gather nothing.
     """
 
     overlaps_messages: bool = True
     overlaps_reduction: bool = True
+    overlaps_collectives: bool = True
+    shares_pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

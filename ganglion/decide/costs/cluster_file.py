@@ -62,8 +62,18 @@ def find_cluster(name_or_path: str) -> Cluster:
     """Read a built-in cluster by its name, or else a file by its path."""
     if name_or_path not in builtin_clusters():
         return read_cluster(Path(name_or_path))
-    file = resources.files("ganglion.decide.costs").joinpath("clusters", f"{name_or_path}.toml")
-    return parse_cluster(file.read_text(encoding="utf-8"), f"{name_or_path}.toml")
+    return parse_cluster(builtin_text(name_or_path), f"{name_or_path}.toml")
+
+
+def builtin_text(name: str) -> str:
+    """Return the text of a built-in cluster file, with its comments."""
+    known = builtin_clusters()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        raise ConfigError(f"{name!r} is no built-in cluster: {hint}")
+    file = resources.files("ganglion.decide.costs").joinpath("clusters", f"{name}.toml")
+    return file.read_text(encoding="utf-8")
 
 
 class _Table:
@@ -212,8 +222,9 @@ def _compute(table: _Table | None) -> Compute | None:
         efficiency=efficiency,
         memory_gib=table.positive("memory_gib"),
         memory_bandwidth_gbps=table.positive_or_none("memory_bandwidth_gbps"),
-        jitter=table.number("jitter", 0.0),
-        action_s=table.number("action_s", 0.0),
+        activation_gbps=table.positive_or_none("activation_gbps"),
+        update_gbps=table.positive_or_none("update_gbps"),
+        **{name: table.number(name, 0.0) for name in ("jitter", "block_s", "update_s", "action_s")},
     )
 
 
@@ -225,7 +236,11 @@ def _link(table: _Table | None) -> Link | None:
         latency_s=table.number("latency_s"),
         bandwidth_gbps=table.positive("bandwidth_gbps"),
         collective_gbps=table.positive_or_none("collective_gbps"),
+        collective_latency_s=table.number("collective_latency_s")
+        if table.has("collective_latency_s")
+        else None,
         shared=table.flag("shared", False),
+        collective_s=table.number("collective_s", 0.0),
     )
 
 
@@ -245,9 +260,9 @@ def _tier(table: _Table | None) -> Tier:
 def _runtime(table: _Table | None) -> Runtime:
     if table is None:
         return Runtime()
-    names = [field.name for field in fields(Runtime)]
-    table.check_keys(names)
-    return Runtime(**{name: table.flag(name, True) for name in names})
+    defaults = {field.name: bool(field.default) for field in fields(Runtime)}
+    table.check_keys([*defaults])
+    return Runtime(**{name: table.flag(name, default) for name, default in defaults.items()})
 
 
 def _prefix_rates(table: _Table | None) -> PrefixRates | None:

@@ -8,6 +8,8 @@ So an all-reduce of n bytes takes 2 (w-1) latency + 2 (w-1)/w n / bandwidth: Tha
 and Gropp 2005; its bandwidth part is the communication cost of 2006.09503, A.1.1. Over a tree it
 takes 2 log2(w) latency + 2 n / bandwidth, which is less for small buffers; the faster one counts.
 
+Software may take a time for each collective beyond its steps (`collective_s` of the link).
+
 A ring is as slow as its slowest link. Its speed depends on other rings (2502.08145, section V-B):
 P rings through the same node divide its bandwidth.
 """
@@ -32,6 +34,7 @@ class Ring:
     num_ranks: int
     latency_s: float
     bytes_per_s: float
+    call_s: float = 0.0  # what a collective takes beyond its steps
 
 
 def link_between(cluster: Cluster, first: int, second: int) -> Link:
@@ -51,18 +54,22 @@ def all_reduce_s(num_bytes: float, ring: Ring) -> float:
         return 0.0
     hops = 2 * math.ceil(math.log2(ring.num_ranks))
     tree_s = hops * ring.latency_s + 2 * num_bytes / ring.bytes_per_s
-    return min(tree_s, 2 * reduce_scatter_s(num_bytes, ring))
+    return ring.call_s + min(tree_s, 2 * _steps_s(num_bytes, ring))
 
 
 def reduce_scatter_s(num_bytes: float, ring: Ring) -> float:
     """Return the time to add up a buffer of `num_bytes` and leave each rank its part."""
-    steps = ring.num_ranks - 1
-    return steps * (ring.latency_s + num_bytes / ring.num_ranks / ring.bytes_per_s)
+    return ring.call_s + _steps_s(num_bytes, ring) if ring.num_ranks > 1 else 0.0
 
 
 def all_gather_s(num_bytes: float, ring: Ring) -> float:
     """Return the time to collect on each rank a buffer of `num_bytes` from its parts."""
     return reduce_scatter_s(num_bytes, ring)
+
+
+def _steps_s(num_bytes: float, ring: Ring) -> float:
+    steps = ring.num_ranks - 1
+    return steps * (ring.latency_s + num_bytes / ring.num_ranks / ring.bytes_per_s)
 
 
 def ring_of(mesh: Mesh, axis: str, cluster: Cluster, rank: int) -> Ring:
@@ -78,7 +85,12 @@ def ring_of(mesh: Mesh, axis: str, cluster: Cluster, rank: int) -> Ring:
         ranks = range(node * cluster.ranks_per_node, (node + 1) * cluster.ranks_per_node)
         num_rings = line.num_rings(ranks, mesh.num_ranks, crossing=len(nodes) > 1)
         rates.append(_rate(link, cluster, line.num_members(rank, ranks), num_rings))
-    return Ring(num_ranks=line.size, latency_s=link.latency_s, bytes_per_s=min(rates))
+    return Ring(
+        num_ranks=line.size,
+        latency_s=link.step_s,
+        bytes_per_s=min(rates),
+        call_s=link.collective_s,
+    )
 
 
 def slowest_ring(mesh: Mesh, axis: str, cluster: Cluster, pipe: int) -> Ring:

@@ -218,7 +218,8 @@ class _StageClock:
         The first bucket comes before anything is updated, and the last one goes afterwards.
         """
         plan = self._plan
-        update_s = num_parameters * UPDATE_BYTES_PER_PARAMETER / self._compute.memory_bytes_per_s
+        moving_s = num_parameters * UPDATE_BYTES_PER_PARAMETER / self._compute.update_bytes_per_s
+        update_s = self._compute.update_s + moving_s
         if plan.offload == "none":
             return update_s
         moved = MOVED_BYTES_PER_PARAMETER + (MASTER_BYTES if plan.has_masters else 0)

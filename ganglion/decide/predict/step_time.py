@@ -144,7 +144,8 @@ def model_times(
         times = with_blocking_messages(times, stage_map.num_chunks)
     if plan.x * plan.y * plan.z == 1:
         return times
-    overlap, again = overlap or planned_overlap(plan), computed_again(plan, len(blocks))
+    overlap = overlap or planned_overlap(plan, cluster)
+    again = computed_again(plan, len(blocks))
     found: dict[object, TensorStep] = {}  # stages of blocks alike wait alike
     waiting = []
     for pipe, (one, mine) in enumerate(zip(times, held_blocks(blocks, plan, held), strict=True)):
@@ -158,12 +159,13 @@ def model_times(
     return waiting
 
 
-def planned_overlap(plan: Plan) -> TensorOverlap:
+def planned_overlap(plan: Plan, cluster: Cluster) -> TensorOverlap:
     """Return which collectives of split layers a plan overlaps, and which weights it keeps."""
+    overlaps = plan.overlap and cluster.runtime.overlaps_collectives
     return TensorOverlap(
-        all_reduce=plan.overlap,
-        reduce_scatter=plan.overlap,
-        all_gather=plan.overlap,
+        all_reduce=overlaps,
+        reduce_scatter=overlaps,
+        all_gather=overlaps,
         keep_gathered=plan.keep_gathered,
         keep_bytes=int(plan.keep_gathered_mib * MIB),
         late_sums=plan.pipe > 1,

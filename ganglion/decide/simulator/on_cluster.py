@@ -161,7 +161,7 @@ class ClusterNetwork:
         ring = ring_of(self._mesh, "data", self._cluster, first)
         parts = 2 * (ring.num_ranks - 1)
         num_bytes = parts / ring.num_ranks * self._times[stage].gradient_bytes
-        latency_s = parts * ring.latency_s
+        latency_s = ring.call_s + parts * ring.latency_s
         return tuple(
             Transfer(Route(port, rate, latency_s, num_alike), num_bytes)
             for port, rate, num_alike in self._ring_ports(stage, first, ring)
