@@ -5,6 +5,13 @@ Everything here returns records. Printing belongs to cli, and nothing is launche
 
 from ganglion.decide.predict.budget import Fit, decide_activations, fit_budget
 from ganglion.decide.predict.comparison import Comparison, compare
+from ganglion.decide.predict.fitting import (
+    FittedCluster,
+    Measured,
+    Residual,
+    fit_cluster,
+    together,
+)
 from ganglion.decide.predict.measured_memory import RankMemory, read_memory, write_memory
 from ganglion.decide.predict.memory import predicted_memory, server_memory, state_rules
 from ganglion.decide.predict.prediction import (
@@ -19,6 +26,13 @@ from ganglion.decide.predict.prediction import (
     read_source,
     shape_memory,
 )
+from ganglion.decide.predict.refine import (
+    Change,
+    Refined,
+    refine,
+    scaled_collectives,
+    scaled_compute,
+)
 from ganglion.decide.predict.step_time import (
     StepFigures,
     StepSetting,
@@ -30,17 +44,23 @@ from ganglion.decide.predict.step_time import (
 )
 
 __all__ = [
+    "Change",
     "Comparison",
     "Fit",
+    "FittedCluster",
+    "Measured",
     "MemoryFigures",
     "MemoryRow",
     "Prediction",
     "RankMemory",
+    "Refined",
+    "Residual",
     "StepFigures",
     "StepSetting",
     "compare",
     "decide_activations",
     "fit_budget",
+    "fit_cluster",
     "model_times",
     "num_cluster_ranks",
     "planned_overlap",
@@ -54,8 +74,12 @@ __all__ = [
     "predicted_memory",
     "read_memory",
     "read_source",
+    "refine",
+    "scaled_collectives",
+    "scaled_compute",
     "server_memory",
     "shape_memory",
     "state_rules",
+    "together",
     "write_memory",
 ]

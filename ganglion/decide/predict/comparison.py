@@ -234,7 +234,7 @@ def measured_times(events: Sequence[Event], plan: Plan, stage_map: StageMap) -> 
             lengths[event.kind, event.stage].append(event.duration_s)
     medians = {key: median(found) for key, found in lengths.items()}
     latencies, sizes = _messages(events)
-    reductions = _reductions(events, plan, stage_map) if plan.data > 1 else {}
+    reductions = summed_reductions(events, plan, stage_map) if plan.data > 1 else {}
     times = []
     for stage in range(stage_map.num_stages):
         if (FORWARD, stage) not in medians or (BACKWARD, stage) not in medians:
@@ -262,6 +262,11 @@ def computing(events: Iterable[Event]) -> dict[int, list[Interval]]:
     return {rank: merged(intervals) for rank, intervals in found.items()}
 
 
+def awaited_messages(events: Sequence[Event]) -> dict[int, float]:
+    """Return how long a message over each boundary is under way, by the stage before it."""
+    return _messages(events)[0]
+
+
 def _messages(events: Sequence[Event]) -> tuple[dict[int, float], dict[int, int]]:
     """Return latency and bytes of the messages over each boundary, by the stage before it."""
     busy = computing(events)
@@ -280,7 +285,7 @@ def _messages(events: Sequence[Event]) -> tuple[dict[int, float], dict[int, int]
     return latencies, {hop: int(median(found)) for hop, found in sizes.items()}
 
 
-def _reductions(events: Iterable[Event], plan: Plan, stage_map: StageMap) -> dict[int, float]:
+def summed_reductions(events: Iterable[Event], plan: Plan, stage_map: StageMap) -> dict[int, float]:
     """Return by pipe coordinate how long the gradients of a step are summed over the replicas.
 
     The first rank waits for the others; the last to come shows the time of the sum itself.
