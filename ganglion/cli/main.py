@@ -155,6 +155,48 @@ def doctor() -> None:
 
 
 @app.command()
+def profile(
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks; by default one for each device or core.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, in some seconds.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="Write a cluster file, for --cluster of other commands.")
+    ] = None,
+    cluster_name: Annotated[str, typer.Option(help="The name in that file.")] = "this machine",
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUNDIR", help="Refine a file with the trace of a run."),
+    ] = None,
+    base: Annotated[
+        str, typer.Option(help="--from: the file to refine, or a built-in one.")
+    ] = "laptop",
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+) -> None:
+    """Measure this machine and write a cluster file, or refine one with what a run has shown."""
+    if from_run is not None:
+        from ganglion.cli.machines import refine_command
+
+        refine_command(from_run, base, write=write, as_json=as_json)
+        return
+    from ganglion.cli.machines import ProfileRequest, profile_command
+
+    request = ProfileRequest(nproc=nproc, quick=quick, write=write, name=cluster_name)
+    profile_command(request, as_json=as_json)
+
+
+@app.command()
+def clusters(
+    name: Annotated[str | None, typer.Argument(help="Print this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+) -> None:
+    """List the built-in clusters, or print the file of one."""
+    from ganglion.cli.machines import clusters_command
+
+    clusters_command(name, as_json=as_json)
+
+
+@app.command()
 def schedule(
     name: Annotated[
         str,

@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from ganglion.cli.launch.launcher import launch_config, run_processes
     from ganglion.cli.launch.mpi import require_mpiexec, run_under_mpiexec, train_as_mpi_rank
     from ganglion.cli.launch.probe import SIZES, Probe, probe_ranks
+    from ganglion.cli.launch.profile_rank import RankProfile, profile_ranks
     from ganglion.cli.launch.rank_main import train_in_folder, train_under_launcher
 
 __all__ = [
     "SIZES",
     "Probe",
+    "RankProfile",
     "StopSignal",
     "accept_signals",
     "forwarded_signals",
     "launch_config",
     "probe_ranks",
+    "profile_ranks",
     "rank_processes",
     "require_mpiexec",
     "run_processes",
@@ -38,8 +41,10 @@ __all__ = [
 _HOME = {
     "SIZES": "probe",
     "Probe": "probe",
+    "RankProfile": "profile_rank",
     "launch_config": "launcher",
     "probe_ranks": "probe",
+    "profile_ranks": "profile_rank",
     "require_mpiexec": "mpi",
     "run_processes": "launcher",
     "run_under_mpiexec": "mpi",

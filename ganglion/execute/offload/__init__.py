@@ -5,7 +5,7 @@ from ganglion.execute.offload.activations import MIN_BYTES, ActivationOffload, H
 from ganglion.execute.offload.bucket_mover import BucketMover, BucketState
 from ganglion.execute.offload.optimizer_buckets import OptimizerBuckets
 from ganglion.execute.offload.store import Member, Slot, StateStore
-from ganglion.execute.offload.tiers import DiskTier, HostTier, Region, Tier, open_tier
+from ganglion.execute.offload.tiers import DiskTier, HostTier, Region, Tier, open_tier, page_buffer
 from ganglion.execute.offload.weights import MASTER, MasterWeights, ResidentWeights, Weights
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "Weights",
     "open_activation_tier",
     "open_tier",
+    "page_buffer",
 ]

@@ -16,6 +16,7 @@ from ganglion.execute.train.job import (
 from ganglion.execute.train.loop import Observer, train
 from ganglion.execute.train.observers import MemoryObserver, file_observers
 from ganglion.execute.train.parallelize import parallelize
+from ganglion.execute.train.profiled import time_engine, time_models
 from ganglion.execute.train.run import Run
 from ganglion.execute.train.saved import with_saved_cut
 from ganglion.execute.train.settings import ActivationSettings, RunSettings
@@ -38,6 +39,8 @@ __all__ = [
     "parallelize",
     "parallelize_file",
     "serve_centers",
+    "time_engine",
+    "time_models",
     "train",
     "with_saved_cut",
     "workers_of",
