@@ -1,0 +1,1 @@
+"""Predicted beside measured step times of layouts on this machine."""
