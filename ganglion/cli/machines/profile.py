@@ -19,7 +19,7 @@ from ganglion.cli.environment import usable_cores
 from ganglion.cli.machines.written import check_target
 from ganglion.decide.costs import BYTES_PER_GBIT, Tier, rounded
 from ganglion.decide.predict import FittedCluster, Measured, fit_cluster, together
-from ganglion.decide.topology import read_launch
+from ganglion.decide.topology import Launch, read_launch
 from ganglion.errors import ConfigError, LaunchError
 from ganglion.units import format_time
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ganglion.cli.launch import RankProfile
     from ganglion.execute.measure import ProductTime, ProfileSizes
 
-WORST_SHOWN = 5
+_WORST_SHOWN = 5
+_FOLDER = "ganglion-profile-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +42,24 @@ class ProfileRequest:
 
 
 def profile_command(request: ProfileRequest, *, as_json: bool) -> None:
-    """Measure, fit, print, and write the cluster file if asked."""
+    """Measure, fit, print, and write the cluster file if asked.
+
+    Under torchrun or srun this process is one of the ranks, on as many nodes as there are; rank 0
+    prints and writes what it measured.
+    """
     import torch
 
     from ganglion.execute.measure import profile_sizes
 
-    _check(request)
+    launch = read_launch(os.environ)
+    _check(request, launch)
     sizes = profile_sizes(quick=request.quick, has_device=torch.accelerator.is_available())
-    ranks = run_ranks(request.nproc or default_ranks(), sizes)
+    if launch.launcher == "alone":
+        ranks = run_ranks(request.nproc or default_ranks(), sizes)
+    else:
+        ranks = {launch.rank: _run_as_rank(sizes)}
+    if launch.rank:
+        return
     fitted = fit_cluster(measured_of(ranks, request.name))
     if request.write is not None:
         request.write.write_text(fitted.text(), encoding="utf-8")
@@ -111,14 +122,25 @@ def _tiers(profiles: list[RankProfile]) -> dict[str, Tier]:
     }
 
 
-def _check(request: ProfileRequest) -> None:
-    launch = read_launch(os.environ)
-    if launch.launcher != "alone":
+def _check(request: ProfileRequest, launch: Launch) -> None:
+    if launch.launcher == "mpiexec":
         raise ConfigError(
-            f"profile starts its ranks itself, but {launch.launcher} started this process: call "
-            f"`ganglion profile` directly"
+            "profile measures over shared memory and torch.distributed, but mpiexec started this "
+            "process: call `ganglion profile` directly, or with torchrun or srun on several nodes"
+        )
+    if launch.launcher != "alone" and request.nproc is not None:
+        raise ConfigError(
+            f"--nproc {request.nproc}, but {launch.launcher} has started {launch.num_ranks} "
+            f"processes already: leave out --nproc"
         )
     check_target(request.write)
+
+
+def _run_as_rank(sizes: ProfileSizes) -> RankProfile:
+    from ganglion.cli.launch import profile_ranks
+
+    with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=".") as folder:
+        return profile_ranks(sizes, folder)
 
 
 def run_ranks(num_ranks: int, sizes: ProfileSizes) -> dict[int, RankProfile]:
@@ -130,7 +152,7 @@ def run_ranks(num_ranks: int, sizes: ProfileSizes) -> dict[int, RankProfile]:
     from ganglion.cli.launch import launch_config, profile_ranks
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="ganglion-profile-", dir=".") as folder:
+    with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=".") as folder:
         config = launch_config(num_ranks, DefaultLogsSpecs(log_dir=folder))
         try:
             found: dict[int, RankProfile] = elastic_launch(config, profile_ranks)(sizes, folder)
@@ -220,7 +242,7 @@ def _errors_table(fitted: FittedCluster) -> Table:
 
 def _worst_table(fitted: FittedCluster) -> Table:
     table = _table("farthest from the fit", "", "of", "measured", "fitted", "error", left=2)
-    worst = sorted(fitted.residuals, key=lambda one: -abs(one.error))[:WORST_SHOWN]
+    worst = sorted(fitted.residuals, key=lambda one: -abs(one.error))[:_WORST_SHOWN]
     for one in worst:
         table.add_row(
             one.kind,

@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from ganglion.decide.costs import cluster_text, find_cluster, read_cluster
 from ganglion.decide.predict import scaled_compute
 from tests.support.answers import ganglion as answer
-from tests.support.command import TINY, ganglion
+from tests.support.command import TINY, ganglion, under_torchrun
 
 RUN = """
 [model]
@@ -98,4 +100,29 @@ def test_a_folder_that_is_not_there_is_refused_before_measuring(tmp_path: Path) 
     assert done.returncode == 2
     assert done.stderr == (
         "error: --write no/my.toml: the folder no does not exist: make it, or name another file\n"
+    )
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_measure_together_and_the_first_writes(tmp_path: Path) -> None:
+    options = ("--quick", "--write", "my.toml", "--json")
+    done = under_torchrun(2, "-m", "ganglion", "profile", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cluster"]["ranks_per_node"] == 2  # printed once
+    assert read_cluster(tmp_path / "my.toml").intra is not None
+
+
+def test_a_launcher_has_decided_about_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    done = answer("profile", "--nproc", "4", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: --nproc 4, but torchrun has started 2 processes already: leave out --nproc\n"
     )
