@@ -32,6 +32,7 @@ from ganglion.decide.costs.cluster_file import (
 )
 from ganglion.decide.costs.flops import BatchFlops, batch_flops
 from ganglion.decide.costs.machine import (
+    BUCKET,
     BYTE,
     CALL,
     FLOP,
@@ -101,6 +102,7 @@ from ganglion.decide.costs.working_memory import (
 )
 
 __all__ = [
+    "BUCKET",
     "BYTE",
     "BYTES_PER_GBIT",
     "CALL",

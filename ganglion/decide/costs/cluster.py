@@ -24,6 +24,7 @@ bandwidth_gbps = 220        # gigaBITS a second everywhere in Ganglion: 220 is 2
 latency_s = 14e-6
 bandwidth_gbps = 103
 collective_latency_s = 5e-6 # of a step of a collective; left out: latency_s
+bucket_gbps = 200           # of sums of gradients over replicas; left out: as other collectives
 collective_s = 50e-6        # what each collective takes beyond its steps; left out: 0
 shared = true               # one adapter for all ranks of the node
 
@@ -119,14 +120,16 @@ class Link:
 
     `bandwidth_gbps` is that of one message. `collective_gbps` is the bus bandwidth of a ring
     through all ranks of its nodes, where it is known: several adapters may serve such a ring.
-    `collective_latency_s` is that of each step of a collective, where it is not a message's, and
-    `collective_s` what a collective takes beyond its steps.
+    `bucket_gbps` is that of gradients summed over replicas, whose buckets may lie where the carrier
+    need not copy them. `collective_latency_s` is that of each step of a collective, where it is not
+    a message's, and `collective_s` what a collective takes beyond its steps.
     `shared`: ranks of one node that send at the same time divide the bandwidth among them.
     """
 
     latency_s: float
     bandwidth_gbps: float
     collective_gbps: float | None = None
+    bucket_gbps: float | None = None
     collective_latency_s: float | None = None
     collective_s: float = 0.0
     shared: bool = False

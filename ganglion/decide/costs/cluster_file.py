@@ -236,6 +236,7 @@ def _link(table: _Table | None) -> Link | None:
         latency_s=table.number("latency_s"),
         bandwidth_gbps=table.positive("bandwidth_gbps"),
         collective_gbps=table.positive_or_none("collective_gbps"),
+        bucket_gbps=table.positive_or_none("bucket_gbps"),
         collective_latency_s=table.number("collective_latency_s")
         if table.has("collective_latency_s")
         else None,

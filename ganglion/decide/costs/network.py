@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ganglion.decide.costs.cluster import BYTES_PER_GBIT, Cluster, Link
 from ganglion.decide.topology import Mesh
@@ -80,6 +80,8 @@ def ring_of(mesh: Mesh, axis: str, cluster: Cluster, rank: int) -> Ring:
     first, last = line.ends(rank)
     nodes = {cluster.node_of(first), cluster.node_of(last)}
     link = _link(cluster, crosses=len(nodes) > 1)
+    if axis == "data" and link.bucket_gbps is not None:
+        link = replace(link, collective_gbps=link.bucket_gbps)
     rates = []
     for node in nodes:
         ranks = range(node * cluster.ranks_per_node, (node + 1) * cluster.ranks_per_node)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ganglion.decide.costs import (
+    BUCKET,
     FLOP,
     Cluster,
     Fit,
@@ -102,13 +103,18 @@ def fit_cluster(measured: Measured) -> FittedCluster:
     links: dict[str, Link] = {}
     for name, timings in measured.links.items():
         messages = [one for one in timings if one.kind == MESSAGE]
-        rings = [one for one in timings if one.kind not in (MESSAGE, AT_ONCE)]
+        buckets = [one for one in timings if one.kind == BUCKET]
+        rings = [one for one in timings if one.kind not in (MESSAGE, AT_ONCE, BUCKET)]
         of_messages = fit_times(messages, f"messages ({name})")
         of_rings = fit_times(rings, f"collectives ({name})") if rings else None
+        enough = buckets and len(buckets) > len(buckets[0].terms)
+        of_buckets = fit_times(buckets, f"buckets ({name})") if enough else None
         groups[f"links.{name}, messages"] = (of_messages, messages)
         if of_rings is not None:
             groups[f"links.{name}, collectives"] = (of_rings, rings)
-        links[name] = link_from(of_messages, of_rings, shared=_is_shared(timings))
+        if of_buckets is not None:
+            groups[f"links.{name}, buckets"] = (of_buckets, buckets)
+        links[name] = link_from(of_messages, of_rings, of_buckets, shared=_is_shared(timings))
     compute = compute_from(
         training,
         fp32_flops=measured.fp32_flops,

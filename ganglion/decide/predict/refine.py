@@ -4,7 +4,7 @@
     gap behind an action          action_s
     update                        update_gbps, update_s
     messages                      latency and bandwidth of the links they took
-    reductions                    the collectives of the links of the axis `data`
+    reductions                    bucket_gbps, or all collectives where a file does not have it
 
 A run has too few different times to fit every number anew. So what the closed form says is
 multiplied by the median of measured / predicted over stages, and the numbers' ratios stay those of
@@ -263,7 +263,7 @@ def _scaled_links(cluster: Cluster, factor: float) -> Cluster:
 
 
 def scaled_collectives(cluster: Cluster, factor: float) -> Cluster:
-    """Return the cluster with every collective `factor` times as long, messages as they were."""
+    """Return the cluster with collectives `factor` times as long, but not messages and buckets."""
 
     def scaled(link: Link) -> Link:
         return replace(
@@ -273,6 +273,19 @@ def scaled_collectives(cluster: Cluster, factor: float) -> Cluster:
             collective_s=rounded(link.collective_s * factor),
         )
 
+    return _with_links(cluster, scaled)
+
+
+def _scaled_buckets(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with sums of gradients `factor` times as long."""
+
+    def scaled(link: Link) -> Link:
+        if link.bucket_gbps is None:
+            return link
+        return replace(link, bucket_gbps=rounded(link.bucket_gbps / factor))
+
+    if all(link is None or link.bucket_gbps is None for link in (cluster.intra, cluster.inter)):
+        return scaled_collectives(cluster, factor)
     return _with_links(cluster, scaled)
 
 
@@ -290,5 +303,5 @@ _GROUPS: tuple[tuple[str, _Ratios, Callable[[Cluster, float], Cluster]], ...] = 
     ("engine", _gap_ratios, _scaled_actions),
     ("update", _update_ratios, _scaled_update),
     ("messages", _message_ratios, _scaled_links),
-    (REDUCTIONS, _reduce_ratios, scaled_collectives),
+    (REDUCTIONS, _reduce_ratios, _scaled_buckets),
 )

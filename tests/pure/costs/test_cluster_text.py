@@ -48,6 +48,7 @@ WHOLE = Cluster(
         latency_s=1.4e-5,
         bandwidth_gbps=103.0,
         collective_gbps=300.0,
+        bucket_gbps=350.0,
         collective_latency_s=0.0,
         collective_s=5e-5,
         shared=True,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ganglion.decide.costs import (
+    BUCKET,
     BYTE,
     CALL,
     FLOP,
@@ -36,10 +37,10 @@ def rings() -> list[Timing]:
         Timing(
             kind=kind,
             label=f"{n:.0f}",
-            seconds=5e-5 + steps * 2e-6 + steps / 2 * n * 4e-10,
+            seconds=5e-5 + steps * 2e-6 + steps / 2 * n * (2e-10 if kind == BUCKET else 4e-10),
             terms={CALL: 1, STEP: steps, RING_BYTE: steps / 2 * n},
         )
-        for kind, steps in (("all-reduce", 2), ("all-gather", 1))
+        for kind, steps in (("all-reduce", 2), ("all-gather", 1), (BUCKET, 1))
         for n in SIZES
     ]
 
@@ -83,6 +84,7 @@ def test_the_file_has_the_machine_and_reads_back() -> None:
     assert compute.memory_gib == 8.0
     assert link.bandwidth_gbps == pytest.approx(80.0, rel=1e-2)
     assert link.collective_gbps == pytest.approx(20.0, rel=1e-2)
+    assert link.bucket_gbps == pytest.approx(40.0, rel=1e-2)
     assert link.collective_s == pytest.approx(5e-5, rel=1e-2)
     assert not link.shared
     assert fitted.cluster.tiers["disk"].write_gbps == 16.0

@@ -2,6 +2,7 @@
 
 from ganglion.decide.costs.machine.cluster_text import cluster_text
 from ganglion.decide.costs.machine.fit import (
+    BUCKET,
     BYTE,
     CALL,
     FLOP,
@@ -20,6 +21,7 @@ from ganglion.decide.costs.machine.fit import (
 )
 
 __all__ = [
+    "BUCKET",
     "BYTE",
     "CALL",
     "FLOP",

@@ -32,6 +32,7 @@ FLOP, MEMORY_BYTE, ACTIVATION_BYTE = "flop", "memory_byte", "activation_byte"
 BLOCK, ACTION, UPDATE, UPDATE_BYTE = "block", "action", "update", "update_byte"
 LATENCY, BYTE = "latency", "byte"
 CALL, STEP, RING_BYTE = "call", "step", "ring_byte"
+BUCKET = "all-reduce of a bucket"  # the kind of time that gradients take
 
 _ROUNDS = 30
 _SMALLEST = 1e-3  # errors below this share of a time weigh alike
@@ -254,14 +255,17 @@ def _gbps(byte_s: float | None) -> float | None:
     return rounded(min(_FREE_GBPS, 1 / byte_s / BYTES_PER_GBIT)) if byte_s else _FREE_GBPS
 
 
-def link_from(messages: Fit, rings: Fit | None, *, shared: bool) -> Link:
-    """Return a link from the fits of messages, and of the steps of rings if there were some."""
+def link_from(
+    messages: Fit, rings: Fit | None, buckets: Fit | None = None, *, shared: bool
+) -> Link:
+    """Return a link from the fits of messages, collectives and buckets, of those there were."""
     bandwidth_gbps = _gbps(messages.seconds[BYTE])
     assert bandwidth_gbps is not None, "messages have bytes"
     return Link(
         latency_s=rounded(messages.seconds[LATENCY]),
         bandwidth_gbps=bandwidth_gbps,
         collective_gbps=None if rings is None else _gbps(rings.seconds[RING_BYTE]),
+        bucket_gbps=None if buckets is None else _gbps(buckets.seconds[RING_BYTE]),
         collective_latency_s=None if rings is None else rounded(rings.seconds[STEP]),
         collective_s=0.0 if rings is None else rounded(rings.seconds[CALL]),
         shared=shared,

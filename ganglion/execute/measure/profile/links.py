@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ganglion.decide.costs import BYTE, CALL, LATENCY, RING_BYTE, STEP, Timing
-from ganglion.execute.comm import Group, Handle, World
+from ganglion.decide.costs import BUCKET, BYTE, CALL, LATENCY, RING_BYTE, STEP, Timing
+from ganglion.execute.comm import Group, Handle, World, empty_for
 from ganglion.execute.measure.profile.timing import Watch, undisturbed
 from ganglion.units import format_bytes
 
@@ -174,12 +174,19 @@ def _calls(group: Group, work: Callable[[], Tensor]) -> list[tuple[str, Callable
     part = torch.empty_like(like[: len(like) // group.size])
     whole = torch.empty_like(like)
 
+    bucket = empty_for(group, like.numel(), like).zero_()
+
+    def filled_bucket() -> Tensor:
+        work()
+        return bucket
+
     def own() -> Tensor:
         return work()[: len(part)]
 
     steps = group.size - 1
     return [
         ("all-reduce", lambda: group.all_reduce(work()), 2 * steps),
+        (BUCKET, lambda: group.all_reduce(filled_bucket()), 2 * steps),
         # The size of a gather is that of what it gives.
         ("all-gather", lambda: group.all_gather(whole, own()), steps),
         ("reduce-scatter", lambda: group.reduce_scatter(part, work()), steps),

@@ -116,7 +116,7 @@ QUICK = ProfileSizes(
     num_microbatches=4,
     num_steps=5,
     message_bytes=(KIB, 64 * KIB, MIB, 4 * MIB),
-    ring_bytes=(4 * KIB, 64 * KIB, MIB, 4 * MIB),
+    ring_bytes=(4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB),
     tier_bytes=8 * MIB,
     budget_s=0.03,
 )
