@@ -195,7 +195,8 @@ def _message_ratios(
     stage_map = planned_stage_map(plan)
     for stage, taken_s in latencies.items():
         predicted_s = times[stage_map.rank_of(stage)].latency_s
-        if predicted_s:
+        # The clocks of ranks may differ by more than a quick message takes.
+        if predicted_s and taken_s > 0:
             yield taken_s / predicted_s
 
 
