@@ -19,6 +19,7 @@ from ganglion.lazy import lazy_names
 if TYPE_CHECKING:
     from ganglion.decide.costs import StageTimes
     from ganglion.decide.plan import Plan
+    from ganglion.decide.planner import Answer, PlannedLayout, plan
     from ganglion.decide.predict import Prediction, predict
     from ganglion.decide.schedules.pipeline import (
         BUILT_IN,
@@ -54,6 +55,7 @@ __all__ = [
     "NORMAL",
     "TRANSPOSED",
     "ActivationSettings",
+    "Answer",
     "AveragingSettings",
     "DescribedModel",
     "ElasticAverage",
@@ -63,6 +65,7 @@ __all__ = [
     "ModelCuts",
     "NormCut",
     "Plan",
+    "PlannedLayout",
     "Prediction",
     "Recorder",
     "Registry",
@@ -80,6 +83,7 @@ __all__ = [
     "local_sgd",
     "named_model",
     "parallelize",
+    "plan",
     "predict",
     "read_launch",
     "rehearse",
@@ -92,6 +96,7 @@ __all__ = [
 _NAMES_OF = {
     "decide.costs": ("StageTimes",),
     "decide.plan": ("Plan",),
+    "decide.planner": ("Answer", "PlannedLayout", "plan"),
     "decide.predict": (
         "Prediction",
         "predict",

@@ -11,6 +11,7 @@ import typer
 import ganglion
 from ganglion.cli.environment import LOG_LEVELS, log_to_screen
 from ganglion.cli.overrides import Overrides, check_taken, split_overrides
+from ganglion.cli.planning import plan, why
 from ganglion.errors import GanglionError
 
 USAGE_ERROR = 2
@@ -32,7 +33,8 @@ NprocOption = Annotated[
     int | None, typer.Option(min=1, help="Local processes; without: as many as the plan needs.")
 ]
 PlanOption = Annotated[
-    Path | None, typer.Option(help="Use this plan.json instead of the [parallel] section.")
+    Path | None,
+    typer.Option(help="Use this plan.json instead of the [parallel] section; auto: plan now."),
 ]
 
 
@@ -79,6 +81,7 @@ def train(
     transport: Annotated[
         str | None, typer.Option(help="How ranks talk: auto, shm, torch or mpi.")
     ] = None,
+    cluster: Annotated[str, typer.Option(help="Cluster file or name, for --plan auto.")] = "laptop",
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved run file and stop.")
     ] = False,
@@ -97,6 +100,7 @@ def train(
         resume=resume,
         overrides=_overrides(context, transport),
         log_level=context.obj["log_level"],
+        cluster=cluster,
     )
     raise typer.Exit(train_command(options))
 
@@ -411,6 +415,10 @@ def trace(
     from ganglion.cli.trace import trace_command
 
     trace_command(path, against=against, output=output, as_json=as_json)
+
+
+app.command()(plan)
+app.command()(why)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from ganglion.errors import ConfigError
 
 Overrides = tuple[tuple[str, str], ...]  # keys and their text, in order
 
-TAKE_OVERRIDES = ("train", "verify", "simulate", "memory", "describe")
+TAKE_OVERRIDES = ("train", "verify", "simulate", "memory", "describe", "plan", "why")
 _KEY = re.compile(r"--([a-z_]+(?:\.[a-z_0-9]+)+)(?:=(.*))?", re.DOTALL)
 
 

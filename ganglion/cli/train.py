@@ -30,11 +30,14 @@ from ganglion.decide.config import (
     render_run_file,
     resolve,
 )
+from ganglion.decide.costs import find_cluster
 from ganglion.decide.plan import Plan
+from ganglion.decide.planner import best_plan
 from ganglion.decide.predict import decide_activations, fit_budget
 from ganglion.decide.schedules.pipeline import canonical_schedule
 from ganglion.decide.topology import Launch, read_launch
 from ganglion.errors import ConfigError
+from ganglion.units import format_bytes, format_time
 
 # Keys that a plan file decides: the values of the run file are not used beside it.
 _DECIDED_BY_PLAN = (
@@ -45,6 +48,7 @@ _DECIDED_BY_PLAN = (
     "train.precision",
 )
 _RANK = "ganglion.cli.launch.rank_main"
+AUTO = Path("auto")  # of --plan
 _PLAN_FIELDS = {field.name for field in fields(Plan)}
 _NOT_IN_A_PLAN = (
     *(f"parallel.{key}" for key in {*ParallelSection.model_fields} - _PLAN_FIELDS),
@@ -64,6 +68,7 @@ class TrainOptions:
     resume: bool = False
     overrides: tuple[tuple[str, str], ...]
     log_level: str
+    cluster: str = "laptop"
 
 
 def train_command(options: TrainOptions) -> int:
@@ -213,13 +218,9 @@ def make_plan(options: TrainOptions, file: RunFile, launch: Launch) -> Plan:
         started = launch.num_ranks
     if options.plan_file is None:
         return decide_activations(file, resolve(file, started))
-    twice = [
-        key
-        for key, _ in options.overrides
-        if key.startswith(_DECIDED_BY_PLAN) and key not in _NOT_IN_A_PLAN
-    ]
-    if twice:
-        raise ConfigError(f"--plan and --{twice[0]} contradict each other: leave out one of them")
+    _refuse_twice(options)
+    if options.plan_file == AUTO:
+        return _best_plan(options, file, started, is_told=launch.rank == 0)
     try:
         text = options.plan_file.read_text(encoding="utf-8")
     except OSError as error:
@@ -227,6 +228,31 @@ def make_plan(options: TrainOptions, file: RunFile, launch: Launch) -> Plan:
     plan = Plan.from_json(text, str(options.plan_file))
     check_plan(file, plan, started)
     return decide_activations(file, plan)
+
+
+def _refuse_twice(options: TrainOptions) -> None:
+    """Refuse run-file keys beside --plan that the plan decides."""
+    for key, _ in options.overrides:
+        is_kept = options.plan_file == AUTO and key == "train.precision"
+        if key.startswith(_DECIDED_BY_PLAN) and key not in _NOT_IN_A_PLAN and not is_kept:
+            raise ConfigError(f"--plan and --{key} contradict each other: leave out one of them")
+
+
+def _best_plan(
+    options: TrainOptions, file: RunFile, num_ranks: int | None, *, is_told: bool
+) -> Plan:
+    """Return what the planner chooses for these processes."""
+    if num_ranks is None:
+        raise ConfigError("--plan auto needs the number of processes: add --nproc N")
+    cluster = find_cluster(options.cluster)
+    best = best_plan(file, cluster, num_ranks)
+    if is_told:
+        typer.echo(
+            f"--plan auto: {best.layout}, {best.plan.schedule}, {best.plan.num_microbatches} x "
+            f"{best.plan.microbatch_size} samples; {format_time(best.step_s)} a step and "
+            f"{format_bytes(best.memory_bytes)} a rank predicted for {cluster.name}"
+        )
+    return best.plan
 
 
 def _name(options: TrainOptions) -> str:

@@ -65,7 +65,14 @@ from ganglion.decide.costs.memory import (
     state_memory,
     stored_sizes,
 )
-from ganglion.decide.costs.network import Ring, link_between, ring_of, slowest_ring
+from ganglion.decide.costs.network import (
+    Ring,
+    all_reduce_s,
+    link_between,
+    ring_of,
+    slowest_ring,
+    transfer_s,
+)
 from ganglion.decide.costs.recompute import (
     Choice,
     RankBlocks,
@@ -79,6 +86,7 @@ from ganglion.decide.costs.stages import (
     held_blocks,
     stage_times,
     stage_times_from_file,
+    update_s,
     with_blocking_messages,
 )
 from ganglion.decide.costs.tensor_bytes import (
@@ -144,6 +152,7 @@ __all__ = [
     "Timing",
     "Traffic",
     "activation_memory",
+    "all_reduce_s",
     "arriving_copies",
     "axonn_times",
     "balanced_boundaries",
@@ -184,8 +193,10 @@ __all__ = [
     "state_memory",
     "stored_sizes",
     "tensor_traffic",
+    "transfer_s",
     "two_bw_batch_s",
     "two_bw_step_s",
+    "update_s",
     "with_blocking_messages",
     "with_norm",
     "written",

@@ -200,7 +200,7 @@ class _StageClock:
             forward_s=sum(one.forward_s for one in times) + compute.action_s,
             backward_s=sum(one.input_s for one in times) + compute.action_s,
             weight_s=sum(one.weight_s for one in times),
-            update_s=self._update_s(num_parameters),
+            update_s=update_s(num_parameters, plan, self._cluster),
             jitter=compute.jitter,
             message_bytes=round(num_sent * message_element_bytes(plan)),
             gradient_bytes=round(num_parameters * weight_element_bytes(plan)),
@@ -212,20 +212,21 @@ class _StageClock:
             return times
         return replace(times, input_s=times.input_s + times.forward_s)
 
-    def _update_s(self, num_parameters: float) -> float:
-        """Return the time of the update; moves to a lower tier hide behind it, bucket by bucket.
 
-        The first bucket comes before anything is updated, and the last one goes afterwards.
-        """
-        plan = self._plan
-        moving_s = num_parameters * UPDATE_BYTES_PER_PARAMETER / self._compute.update_bytes_per_s
-        update_s = self._compute.update_s + moving_s
-        if plan.offload == "none":
-            return update_s
-        moved = MOVED_BYTES_PER_PARAMETER + (MASTER_BYTES if plan.has_masters else 0)
-        tier = self._cluster.require_tier(plan.offload)
-        ends_s = tier.moved_s(min(num_parameters, plan.bucket_size) * moved)
-        return max(update_s, tier.moved_s(num_parameters * moved)) + ends_s
+def update_s(num_parameters: float, plan: Plan, cluster: Cluster) -> float:
+    """Return the time of an update; moves to a lower tier hide behind it, bucket by bucket.
+
+    The first bucket comes before anything is updated, and the last one goes afterwards.
+    """
+    compute = cluster.require_compute()
+    moving_s = num_parameters * UPDATE_BYTES_PER_PARAMETER / compute.update_bytes_per_s
+    updating_s = compute.update_s + moving_s
+    if plan.offload == "none":
+        return updating_s
+    moved = MOVED_BYTES_PER_PARAMETER + (MASTER_BYTES if plan.has_masters else 0)
+    tier = cluster.require_tier(plan.offload)
+    ends_s = tier.moved_s(min(num_parameters, plan.bucket_size) * moved)
+    return max(updating_s, tier.moved_s(num_parameters * moved)) + ends_s
 
 
 def computed_again(plan: Plan, num_blocks: int) -> frozenset[int]:

@@ -35,7 +35,7 @@ from ganglion.decide.costs import (
     with_norm,
 )
 from ganglion.decide.plan import Plan
-from ganglion.decide.schedules.buckets import NUM_SLOTS, cut_update, kept_within
+from ganglion.decide.schedules.buckets import NUM_SLOTS, UpdateBucket, cut_update, kept_within
 from ganglion.decide.schedules.pipeline import (
     BUILT_IN,
     Holding,
@@ -127,6 +127,7 @@ class _Model:
     """The blocks of a model under a plan, cut into stages."""
 
     def __init__(self, shape: ModelShape, plan: Plan) -> None:
+        self._cuts: dict[tuple[tuple[int, ...], tuple[bool, ...]], tuple[UpdateBucket, ...]] = {}
         self._shape = shape
         self._plan = plan
         self._mesh = plan.mesh()
@@ -212,7 +213,10 @@ class _Model:
         sizes = stored_sizes(parameters, self._mesh)
         entries = [state_entries(parameter, rules) for parameter in parameters]
         whole = [not (rules.optimizer == "muon" and p.in_muon) for p in parameters]
-        buckets = cut_update(sizes, whole, [0] * len(sizes), self._plan.bucket_size)
+        key = (tuple(sizes), tuple(whole))
+        if key not in self._cuts:  # most stages are alike
+            self._cuts[key] = cut_update(sizes, whole, [0] * len(sizes), self._plan.bucket_size)
+        buckets = self._cuts[key]
         slots: dict[int, set[str]] = {}
         for number, bucket in enumerate(buckets):
             used = {entry for part in bucket.slices for entry in entries[part.member]}

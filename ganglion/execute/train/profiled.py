@@ -29,7 +29,7 @@ from ganglion.decide.costs import (
     stage_times,
 )
 from ganglion.decide.plan import Plan
-from ganglion.decide.shapes import GPTShape, MLPShape, ModelShape
+from ganglion.decide.shapes import BuiltShape, GPTShape, MLPShape
 from ganglion.decide.topology import Mesh
 from ganglion.execute.comm import SoloGroup, World
 from ganglion.execute.measure import (
@@ -127,12 +127,12 @@ def _timings(case: ModelCase, plan: Plan, marks: list[Mark]) -> Iterator[Timing]
         )
 
 
-def _train(run: Run, shape: ModelShape, num_steps: int) -> None:
+def _train(run: Run, shape: BuiltShape, num_steps: int) -> None:
     for _ in run.steps(itertools.repeat(_batch(shape, run.plan)), until=num_steps):
         pass
 
 
-def _batch(shape: ModelShape, plan: Plan) -> tuple[Tensor, Tensor]:
+def _batch(shape: BuiltShape, plan: Plan) -> tuple[Tensor, Tensor]:
     count = plan.microbatch_size * plan.num_microbatches
     if isinstance(shape, GPTShape):
         ids = torch.randint(0, shape.vocab_size, (count, shape.seq_len + 1))
@@ -205,12 +205,12 @@ def _span(events: list[Event]) -> float:
 
 
 def _seconds_on(
-    shape: ModelShape, plan: Plan, part: Callable[[StageTimes], float], compute: Compute
+    shape: BuiltShape, plan: Plan, part: Callable[[StageTimes], float], compute: Compute
 ) -> float:
     return part(stage_times(model_work(shape, plan), plan, _cluster(compute))[0])
 
 
-def _slowest_action_s(shape: ModelShape, plan: Plan, compute: Compute) -> float:
+def _slowest_action_s(shape: BuiltShape, plan: Plan, compute: Compute) -> float:
     """Return the mean of forward and backward on the stage, of one block, that is slowest."""
     blocks = model_work(shape, plan)
     times = (stage_times([block], plan, _cluster(compute))[0] for block in blocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ganglion.decide.shapes import GPTShape, MLPShape, ModelShape
+from ganglion.decide.shapes import BuiltShape, GPTShape, MLPShape
 from ganglion.units import KIB, MIB
 
 
@@ -12,7 +12,7 @@ from ganglion.units import KIB, MIB
 class ModelCase:
     """A small model that is trained for a few steps to time its forward, backward and update."""
 
-    shape: ModelShape
+    shape: BuiltShape
     microbatch_size: int
 
     @property
