@@ -133,8 +133,8 @@ def print_answer(console: Console, answer: Answer, num_tokens: float | None) -> 
         soft_wrap=True,
     )
     console.print(
-        "d data, p pipe (* neighbours), x y z tensor; batch: microbatches x samples; peak: share of "
-        "it; waits: for communication; late: updates; +recomputation +tier of optimizer state",
+        "d data, p pipe (* neighbours), x y z tensor; batch: microbatches x samples; peak: share "
+        "of it; waits: for communication; late: updates; +recomputation +tier of optimizer state",
         soft_wrap=True,
         style="dim",
     )
