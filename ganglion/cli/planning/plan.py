@@ -12,9 +12,10 @@ from rich.table import Table
 
 from ganglion.cli.overrides import Overrides
 from ganglion.decide.config import RunFile
-from ganglion.decide.costs import find_cluster
+from ganglion.decide.costs import Cluster, find_cluster
 from ganglion.decide.planner import (
     Answer,
+    MeasuredRun,
     PlannedLayout,
     Question,
     answer_of,
@@ -22,9 +23,10 @@ from ganglion.decide.planner import (
     question_of,
     read_measured,
     read_run,
+    refined_as_a_whole,
 )
 from ganglion.decide.predict import Refined, refine
-from ganglion.errors import ConfigError
+from ganglion.errors import ConfigError, GanglionError
 from ganglion.units import GIB, format_time
 
 # Plans that are simulated for a what-if.
@@ -57,7 +59,9 @@ def plan_command(
     if write is not None:
         write_plan(answer.best, write)
     if as_json:
-        print(json.dumps([row.record() for row in answer.plans], indent=2))
+        budget = question.memory_bytes
+        rows = [{**row.record(), "fits": row.memory_bytes <= budget} for row in answer.plans]
+        print(json.dumps(rows, indent=2))
         return
     console = Console(highlight=False)
     print_answer(console, answer, request.tokens)
@@ -79,8 +83,8 @@ def _question(request: PlanRequest) -> tuple[RunFile, Question, Refined | None]:
     gpus, batch = request.gpus, request.batch
     if request.source.is_dir():
         found = read_measured(request.source)
-        run, refined = found.run, refine(request.source, found.run, found.plan, cluster)
-        cluster = refined.cluster
+        run = found.run
+        cluster, refined = _refined(request.source, found, cluster)
         gpus = found.plan.num_ranks if gpus is None else gpus
         batch = found.plan.global_batch_size if batch is None else batch
     else:
@@ -95,6 +99,16 @@ def _question(request: PlanRequest) -> tuple[RunFile, Question, Refined | None]:
         max_staleness=request.max_staleness,
     )
     return run, question, refined
+
+
+def _refined(folder: Path, found: MeasuredRun, cluster: Cluster) -> tuple[Cluster, Refined]:
+    """Return a cluster as a run has shown it: each group of its times, or their sum alone."""
+    try:
+        refined = refine(folder, found.run, found.plan, cluster)
+    except GanglionError:
+        # Of some layouts a trace does not show what took the time, but a step's length is known.
+        refined = refined_as_a_whole(found, cluster)
+    return refined.cluster, refined
 
 
 def run_sentences(refined: Refined, best: PlannedLayout) -> list[str]:
@@ -139,6 +153,10 @@ def print_answer(console: Console, answer: Answer, num_tokens: float | None) -> 
         style="dim",
     )
     console.print(_table(answer))
+    if not answer.fits:
+        console.print(
+            f"none of these fits: a rank has {question.memory_bytes / GIB:.1f} GiB", style="bold"
+        )
     if num_tokens is not None:
         console.print(_training(answer, num_tokens), soft_wrap=True)
 

@@ -14,7 +14,7 @@ from ganglion.decide.planner.explain import (
     remedies,
     what_ifs,
 )
-from ganglion.decide.planner.from_run import MeasuredRun, read_measured
+from ganglion.decide.planner.from_run import MeasuredRun, read_measured, refined_as_a_whole
 from ganglion.decide.planner.methods import METHODS
 from ganglion.decide.planner.question import Question, parse_fixed
 from ganglion.decide.planner.search import priced
@@ -38,6 +38,7 @@ __all__ = [
     "question_of",
     "read_measured",
     "read_run",
+    "refined_as_a_whole",
     "remedies",
     "what_ifs",
 ]

@@ -123,6 +123,11 @@ class Answer:
         """The plans that no other beats in time, memory and staleness at once."""
         return [one for one in self.plans if not any(_beats(other, one) for other in self.plans)]
 
+    @property
+    def fits(self) -> bool:
+        """Whether the best plan fits; one that does not is priced only if its axes are fixed."""
+        return self.best.memory_bytes <= self.question.memory_bytes
+
     def rank_hours(self, num_tokens: float) -> float:
         """Return the hours of all ranks together to train on a number of tokens."""
         days = num_tokens / self.best.tokens_per_day

@@ -192,7 +192,10 @@ class Estimator:
         return self._passes[key]
 
     def _computed_pass(self, x: int, y: int, z: int, size: int, precision: str) -> _Pass:
-        plan = Plan(x=x, y=y, z=z, microbatch_size=size, precision=precision)
+        # As many groups as it takes until they lie on the nodes as the first one does.
+        node, group = self._cluster.ranks_per_node, x * y * z
+        data = min(math.lcm(node, group), self._question.num_ranks) // group
+        plan = Plan(data=data, x=x, y=y, z=z, microbatch_size=size, precision=precision)
         layout = TensorLayout(microbatch_size=size, mesh=plan.mesh(), precision=plan.computes_in)
         held = activations_of(self._kinds, layout)
         clock, numbers = LayerClock(plan, self._cluster, 0), itertools.count()
@@ -408,7 +411,7 @@ def _num_alive(pipelining: Pipelining, layout: Layout) -> float:
         case "interleaved":
             return min(count, pipe * (1 + (pipe - 1) / (pipe * max(1, pipelining.chunks))))
         case "message_driven":
-            return min(count, pipe + 1)
+            return min(count, 2 * pipe)
         case _:
             return min(count, pipe)
 

@@ -155,7 +155,8 @@ def memory_sentence(question: Question, plan: Plan) -> list[str]:
     ]
     for changed, name in _smaller(question, plan):
         most = max(m.total for m in predicted_memory(question.shape, changed, question.rules))
-        lines.append(f"With {name}, it would be {format_bytes(most)}.")
+        if most < worst.total:
+            lines.append(f"With {name}, it would be {format_bytes(most)}.")
     return lines
 
 

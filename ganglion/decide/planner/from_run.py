@@ -11,10 +11,19 @@ from ganglion.decide.config import (
     PLAN_FILE,
     RUN_FILE,
     RunFile,
+    expected_shape,
     load_run_file,
     read_toml,
 )
+from ganglion.decide.costs import Cluster
 from ganglion.decide.plan import Plan
+from ganglion.decide.predict import (
+    Change,
+    Refined,
+    predict_layout,
+    scaled_compute,
+    state_rules,
+)
 from ganglion.errors import ConfigError, DataError
 from ganglion.trace import read_metrics
 
@@ -48,3 +57,22 @@ def read_measured(folder: Path) -> MeasuredRun:
             f"train for {_NUM_WARM + 1} or more"
         )
     return MeasuredRun(run=run, plan=plan, step_s=median(steps_s), num_steps=len(steps_s))
+
+
+def refined_as_a_whole(found: MeasuredRun, cluster: Cluster) -> Refined:
+    """Return a cluster whose computations are slower or faster as the steps of a run were."""
+    shape, rules = expected_shape(found.run), state_rules(found.run)
+
+    def predicted_s(machine: Cluster) -> float:
+        return predict_layout(shape, found.plan, machine, rules=rules).step_s
+
+    before_s = predicted_s(cluster)
+    factor = found.step_s / before_s
+    scaled = scaled_compute(cluster, factor)
+    return Refined(
+        cluster=scaled,
+        changes=[Change(group="steps", num_times=found.num_steps, factor=factor)],
+        measured_s=found.step_s,
+        before_s=before_s,
+        after_s=predicted_s(scaled),
+    )

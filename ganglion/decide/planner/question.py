@@ -76,6 +76,12 @@ class Question:
         return self.fixed.get(name, others)
 
     @property
+    def fixes_the_mesh(self) -> bool:
+        """Whether one size is left for every axis, those of tensor axes being 1 if not named."""
+        known = {axis: self.fixed.get(axis) for axis in ("data", "pipe")}
+        return all(sizes is not None and len(sizes) == 1 for sizes in known.values())
+
+    @property
     def precisions(self) -> tuple[str, ...]:
         """The precisions to try: unless fixed, half with masters where half is faster."""
         compute = self.cluster.require_compute()
