@@ -69,6 +69,7 @@ def test_the_commands_are_the_ones_tested_here() -> None:
         "ganglion generate runs/run-*",
         "ganglion doctor",
         "ganglion schedule 2bw --batches 3 --compare 1f1b",
+        "ganglion plan run.toml --cluster summit --gpus 6",
         "ganglion simulate run.toml --cluster summit",
         "ganglion memory run.toml",
         "ganglion trace runs/run-*",

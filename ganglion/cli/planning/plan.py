@@ -21,6 +21,7 @@ from ganglion.decide.planner import (
     answer_of,
     explain,
     question_of,
+    quick_answer,
     read_measured,
     read_run,
     refined_as_a_whole,
@@ -28,9 +29,6 @@ from ganglion.decide.planner import (
 from ganglion.decide.predict import Refined, refine
 from ganglion.errors import ConfigError, GanglionError
 from ganglion.units import GIB, format_time
-
-# Plans that are simulated for a what-if.
-_NUM_WHAT_IF = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ def plan_command(
     print_answer(console, answer, request.tokens)
     lines = [] if refined is None else run_sentences(refined, answer.best)
     if explains:
-        lines += explain(answer, lambda new: answer_of(new, run, top=_NUM_WHAT_IF))
+        lines += explain(answer, lambda new: quick_answer(new, run))
     for line in lines:
         console.print(f"- {line}", soft_wrap=True, markup=False)
     if write is not None:
@@ -214,6 +212,7 @@ def _schedule(row: PlannedLayout) -> str:
     plan = row.plan
     text = _SHORT_NAMES.get(plan.schedule, plan.schedule) if plan.pipe > 1 else "-"
     text += f"{plan.chunks}" * (plan.chunks > 0) + f"+{plan.recompute}" * (plan.recompute != "none")
+    text += f"{plan.recompute_every}" * (plan.recompute_every > 1)
     return text + f"+{plan.offload}" * (plan.offload != "none")
 
 

@@ -5,7 +5,14 @@ the engine's own schedules, confirms the best. Printing belongs to cli.
 """
 
 from ganglion.decide.planner.answer import Answer, PlannedLayout, StepParts
-from ganglion.decide.planner.ask import answer_of, best_plan, plan, question_of, read_run
+from ganglion.decide.planner.ask import (
+    answer_of,
+    best_plan,
+    plan,
+    question_of,
+    quick_answer,
+    read_run,
+)
 from ganglion.decide.planner.explain import (
     WhatIf,
     explain,
@@ -36,6 +43,7 @@ __all__ = [
     "plan",
     "priced",
     "question_of",
+    "quick_answer",
     "read_measured",
     "read_run",
     "refined_as_a_whole",

@@ -14,11 +14,13 @@ from ganglion.decide.plan import Plan
 from ganglion.decide.planner.answer import Answer, PlannedLayout
 from ganglion.decide.planner.methods import METHODS
 from ganglion.decide.planner.question import Fixed, Question, device_bytes, parse_fixed
-from ganglion.decide.planner.search import NUM_CONFIRMED, Check
+from ganglion.decide.planner.search import NUM_CONFIRMED, Check, search
 from ganglion.decide.predict import read_source, state_rules
 from ganglion.decide.shapes import describe_shape
 from ganglion.errors import ConfigError, LayoutError
 from ganglion.units import GIB
+
+_FEW = 3  # plans that a quick answer simulates
 
 
 def plan(
@@ -118,13 +120,18 @@ def answer_of(
     return METHODS[method](question, top, _check(question, run))
 
 
+def quick_answer(question: Question, run: RunFile | None = None) -> Answer:
+    """Return an answer with few plans confirmed, for questions that are asked by the dozen."""
+    return search(question, num_confirmed=_FEW, check=_check(question, run))
+
+
 def best_plan(run: RunFile, cluster: Cluster, num_ranks: int) -> PlannedLayout:
     """Return the best plan of a run on so many ranks; gradients are never late."""
     one_node = replace(cluster, num_nodes=None, ranks_per_node=max(cluster.ranks_per_node, 1))
     question = question_of(run, "the run", one_node, gpus=num_ranks, max_staleness=0)
     precision = {"precision": (run.train.precision,)}
     question = replace(question, fixed={**question.fixed, **precision})
-    return answer_of(question, run, top=3).best
+    return answer_of(question, run, top=1).best
 
 
 def _check(question: Question, run: RunFile | None) -> Check:

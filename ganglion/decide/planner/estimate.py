@@ -59,6 +59,7 @@ class Storage(NamedTuple):
     """What is done so that a rank's memory suffices."""
 
     recompute: str
+    recompute_every: int
     offload: str
 
 
@@ -266,7 +267,8 @@ class Estimator:
         state = self._state_bytes(pipelining.schedule, storage.offload, precision)
         gathered = (1 + 1 / layout.z) * _weight_bytes(precision) * layout.z if layout.z > 1 else 0
         kept, inputs = one.kept_bytes / layout.pipe, one.input_bytes / layout.pipe
-        length = 1.0 if storage.recompute == "full" else math.sqrt(self._num_blocks)
+        every = max(1, storage.recompute_every)
+        length = every if storage.recompute == "full" else math.sqrt(self._num_blocks)
 
         def live(alive: float) -> float:
             if storage.recompute == "none":

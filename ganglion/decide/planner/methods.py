@@ -21,7 +21,7 @@ from ganglion.decide.planner.answer import Answer, PlannedLayout
 from ganglion.decide.planner.candidates import Layout, Pipelining, layouts
 from ganglion.decide.planner.estimate import Estimate, Storage
 from ganglion.decide.planner.question import Question
-from ganglion.decide.planner.search import Check, planned, priced, search
+from ganglion.decide.planner.search import NUM_CONFIRMED, Check, planned, priced, search
 from ganglion.decide.schedules.pipeline import check_planned
 from ganglion.decide.shapes import Layout as TensorLayout
 from ganglion.decide.shapes import activations_of, blocks_of
@@ -40,7 +40,9 @@ Method = Callable[[Question, int, Check], Answer]
 
 
 def _full(question: Question, top: int, check: Check) -> Answer:
-    return search(question, num_confirmed=top, check=check)
+    # The closed form does not know which of the best is the very best.
+    found = search(question, num_confirmed=max(top, NUM_CONFIRMED), check=check)
+    return replace(found, plans=found.plans[:top])
 
 
 def _axonn(question: Question, top: int, check: Check) -> Answer:
@@ -114,6 +116,7 @@ def _planned(question: Question, layout: Layout, schedule: str, recompute: str) 
     order = question.allowed("rank_order", DEFAULT_RANK_ORDER)[0]
     storage = Storage(
         str(question.allowed("recompute", recompute)[0]) if schedule != "two_bw" else recompute,
+        0,
         str(question.allowed("offload", "none")[0]),
     )
     pipelining = Pipelining(schedule, 0, order)  # type: ignore[arg-type]

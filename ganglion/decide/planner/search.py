@@ -169,7 +169,10 @@ def _storages(question: Question) -> Iterator[Storage]:
     tiers = [tier for tier in ("host", "disk") if tier in question.cluster.tiers][:1]
     for offload in question.allowed("offload", "none", *tiers):
         for recompute in question.allowed("recompute", "none", "full", "sqrt"):
-            yield Storage(str(recompute), str(offload))
+            # Segments of one block, or of two: attention and MLP of a layer.
+            lengths = (0, 2) if recompute == "full" else (0,)
+            for every in question.allowed("recompute_every", *lengths):
+                yield Storage(str(recompute), int(str(every)), str(offload))
 
 
 def confirmed(
