@@ -108,7 +108,7 @@ def test_printed_config_can_be_used(tmp_path: Path) -> None:
         (["train", "--output.dir", "taken"], "already holds a run: add --resume"),
         (["train", "--output.dir", "file/sub"], "cannot be written"),
         (["generate", "nowhere"], "nowhere holds no run"),
-        (["doctor", "--train.steps", "3"], "`verify`, `simulate` and `memory` take those"),
+        (["doctor", "--train.steps", "3"], "`plan` and `why` take those"),
         (["--log-level", "loud", "doctor"], "'loud' is not one of"),
         (["trian"], "No such command 'trian'"),
     ],

@@ -130,7 +130,7 @@ def test_simulate_takes_keys_of_the_run_file(folder: Path) -> None:
     assert "--parallel.pipe is a key of a run file, but plan.json is a plan" in refused.stderr
     refused = ganglion("schedule", "gpipe", "--parallel.pipe", "2", cwd=folder, code=2)
     assert (
-        "only `train`, `verify`, `simulate`, `memory` and `describe` take those" in refused.stderr
+        "`memory`, `describe`, `plan` and `why` take those" in refused.stderr
     )
 
 
