@@ -129,9 +129,7 @@ def test_simulate_takes_keys_of_the_run_file(folder: Path) -> None:
     refused = ganglion(*words, cwd=folder, code=2)
     assert "--parallel.pipe is a key of a run file, but plan.json is a plan" in refused.stderr
     refused = ganglion("schedule", "gpipe", "--parallel.pipe", "2", cwd=folder, code=2)
-    assert (
-        "`memory`, `describe`, `plan` and `why` take those" in refused.stderr
-    )
+    assert "`memory`, `describe`, `plan` and `why` take those" in refused.stderr
 
 
 def test_simulate_layers_that_are_split(folder: Path) -> None:
