@@ -159,18 +159,7 @@ def print_answer(console: Console, answer: Answer, num_tokens: float | None) -> 
         console.print(_training(answer, num_tokens), soft_wrap=True)
 
 
-_HEADINGS = (
-    "layout",
-    "schedule",
-    "batch",
-    "step",
-    "peak",
-    "GiB",
-    "idle",
-    "waits",
-    "late",
-    "tok/day",
-)
+_HEADINGS = ("layout", "schedule", "batch", "step", "peak", "GiB", "idle", "waits", "late")
 _SHORT_NAMES = {"one_f_one_b": "1f1b", "two_bw": "2bw", "zero_bubble": "zb", "zero_bubble_v": "zbv"}
 _SHORT_NAMES |= {"message_driven": "axonn", "interleaved": "inter"}
 
@@ -178,7 +167,8 @@ _SHORT_NAMES |= {"message_driven": "axonn", "interleaved": "inter"}
 def _table(answer: Answer) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     has_scores = any(row.score_s is not None for row in answer.plans)
-    for column in (*_HEADINGS, *["score"] * has_scores):
+    rate = "tok/day" if answer.question.sample_tokens > 1 else "smp/day"
+    for column in (*_HEADINGS, rate, *["score"] * has_scores):
         is_text = column in ("layout", "schedule")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in answer.plans:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
 from ganglion.decide.costs import Cluster, StateRules
-from ganglion.decide.plan import FP32, Plan
+from ganglion.decide.plan import BF16, BF16_MASTER, FP32, NO_AVERAGING, Plan
 from ganglion.decide.schedules.pipeline import canonical_schedule
 from ganglion.decide.shapes import ModelShape
 from ganglion.decide.topology import DEFAULT_RANK_ORDER
@@ -83,9 +83,14 @@ class Question:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions to try: unless fixed, half with masters where half is faster."""
+        """The precisions to try: unless fixed, half where half is faster, with masters.
+
+        Workers of averaging exchange fp32 weights, so they have no masters.
+        """
         compute = self.cluster.require_compute()
-        fast = "bf16_master" if compute.bf16_tflops > compute.fp32_tflops else FP32
+        averages = self.fixed.get("averaging", (NO_AVERAGING,)) != (NO_AVERAGING,)
+        half = BF16 if averages else BF16_MASTER
+        fast = half if compute.bf16_tflops > compute.fp32_tflops else FP32
         return tuple(str(value) for value in self.allowed("precision", fast))
 
 

@@ -53,16 +53,23 @@ def search(question: Question, *, num_confirmed: int = NUM_CONFIRMED, check: Che
         raise LayoutError(_nothing_divides(question))
     rows: list[PlannedLayout] = []
     alike: Counter[Layout] = Counter()
+    refusals: list[ConfigError] = []
     for estimate in best:
         if len(rows) == num_confirmed:
             break
         mesh = estimate.layout._replace(microbatch_size=0, num_microbatches=0)
         if alike[mesh] == _MOST_ALIKE:
             continue
-        row = confirmed(question, estimate, check, found.boundaries(estimate))
-        if row is not None:
+        try:
+            plan = _runnable(question, estimate, check, found.boundaries(estimate))
+        except ConfigError as error:
+            refusals.append(error)
+            continue
+        if fits(question, plan):
             alike[mesh] += 1
-            rows.append(row)
+            rows.append(priced(question, plan, estimate.step_s))
+    if refusals and len(refusals) == len(best):
+        raise refusals[0]
     if not rows and question.fixes_the_mesh:
         # A known layout is priced even where our memory model finds no room for it.
         anyhow = search(
@@ -175,22 +182,23 @@ def _storages(question: Question) -> Iterator[Storage]:
                 yield Storage(str(recompute), int(str(every)), str(offload))
 
 
-def confirmed(
-    question: Question, estimate: Estimate, check: Check, boundaries: tuple[int, ...] = ()
-) -> PlannedLayout | None:
-    """Return the simulated candidate; None if it cannot run or does not fit."""
-    try:
-        plan = planned(question, estimate)
-        if not plan.stage_boundaries:
-            plan = replace(plan, stage_boundaries=boundaries)
-        check_planned(plan)
-        check(plan)
-    except ConfigError:
-        return None
+def _runnable(
+    question: Question, estimate: Estimate, check: Check, boundaries: tuple[int, ...]
+) -> Plan:
+    """Return a candidate as a plan; raise ConfigError if it cannot run."""
+    plan = planned(question, estimate)
+    if not plan.stage_boundaries:
+        plan = replace(plan, stage_boundaries=boundaries)
+    plan.require_built()
+    check_planned(plan)
+    check(plan)
+    return plan
+
+
+def fits(question: Question, plan: Plan) -> bool:
+    """Return whether every rank has room for what it holds."""
     held = predicted_memory(question.shape, plan, question.rules)
-    if max(memory.total for memory in held) > question.memory_bytes:
-        return None
-    return priced(question, plan, estimate.step_s)
+    return max(memory.total for memory in held) <= question.memory_bytes
 
 
 def planned(question: Question, estimate: Estimate) -> Plan:
