@@ -44,7 +44,14 @@ def ask(cluster: str = "perlmutter", *, fix: str = "", **changes: object) -> Que
     return replace(question, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("cluster", ["perlmutter", "summit", "p3.16xlarge"])
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        "summit",
+        pytest.param("perlmutter", marks=pytest.mark.slow),
+        pytest.param("p3.16xlarge", marks=pytest.mark.slow),
+    ],
+)
 def test_the_best_is_that_of_all_layouts_priced_one_by_one(cluster: str) -> None:
     question = ask(cluster)
     every = []

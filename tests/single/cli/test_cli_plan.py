@@ -28,7 +28,7 @@ microbatch_size = 2
 [output]
 dir = "out"
 """
-SUMMIT = ("gpt-12b", "--cluster", "summit", "--gpus", "48", "--batch", "2048")
+SUMMIT = ("gpt-2.2b", "--cluster", "summit", "--gpus", "12", "--batch", "256")
 
 torchless = TorchlessCommand()
 
@@ -37,7 +37,7 @@ def test_a_table_of_plans_best_first(tmp_path: Path) -> None:
     result = torchless("plan", *SUMMIT, "--top", "4", "--tokens", "3e11", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert "gpt-12b on 48 ranks of Summit, 2048 samples a step, bf16_master" in lines[0]
+    assert "gpt-2.2b on 12 ranks of Summit, 256 samples a step, bf16_master" in lines[0]
     heading = next(n for n, line in enumerate(lines) if line.startswith("layout"))
     rows = lines[heading + 1 : heading + 5]
     seconds = [float(row.split(" s ")[0].split()[-1]) for row in rows]
@@ -56,8 +56,8 @@ def test_json_has_every_figure_and_the_whole_plan(tmp_path: Path) -> None:
     for row in rows:
         assert wanted <= set(row)
         plan = Plan(**{k: tuple(v) if isinstance(v, list) else v for k, v in row["plan"].items()})
-        assert plan.global_batch_size == 2048
-        assert plan.num_ranks == 48
+        assert plan.global_batch_size == 256
+        assert plan.num_ranks == 12
         assert row["layout"]["pipe"] == plan.pipe
         assert row["fits"]
 
@@ -81,15 +81,12 @@ def test_the_best_plan_is_written_and_explained(tmp_path: Path) -> None:
     assert "plan written to plan.json" in written.stdout
     for part in ("- A step of", "The runner-up", "one more node", "twice the bandwidth", "8 GiB"):
         assert part in written.stdout
-    result = torchless(
-        "why", "plan.json", "--model", "gpt-12b", "--cluster", "summit", cwd=tmp_path
-    )
+    about = ("--model", "gpt-2.2b", "--cluster", "summit")
+    result = torchless("why", "plan.json", *about, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "- A step of data" in result.stdout
     assert "holds most" in result.stdout
-    slow = torchless(
-        "why", "plan.json", "slow", "--model", "gpt-12b", "--cluster", "summit", cwd=tmp_path
-    )
+    slow = torchless("why", "plan.json", "slow", *about, cwd=tmp_path)
     assert "holds most" not in slow.stdout
 
 
@@ -122,7 +119,7 @@ def test_nonsense_is_one_clear_line(words: list[str], text: str, tmp_path: Path)
 
 
 def test_the_library_returns_the_same_records(tmp_path: Path) -> None:
-    found = ganglion.plan("gpt-12b", cluster="summit", gpus=48, batch=2048, top=2)
+    found = ganglion.plan("gpt-2.2b", cluster="summit", gpus=12, batch=256, top=2)
     result = torchless("plan", *SUMMIT, "--top", "2", "--json", cwd=tmp_path)
     assert [row.step_s for row in found.plans] == [r["step_s"] for r in json.loads(result.stdout)]
     assert found.best.record()["plan"]["pipe"] == found.best.plan.pipe
