@@ -184,6 +184,16 @@ def test_end_of_work_through_a_pause_and_a_slow_stretch(start_s: float, end_s: f
     assert end_of(2, start_s, troubles) == expected
 
 
+def test_where_disturbances_overlap_the_slowest_counts() -> None:
+    """Half speed all the time, and a pause from 1 to 3: 0.5 before it, the rest after it."""
+    troubles = [
+        Disturbance(rank=0, speed=0.5),
+        Disturbance(rank=0, start_s=1, end_s=3, speed=0),
+    ]
+    assert end_of(2, 0, troubles) == 6.0
+    assert end_of(2, 0, troubles[::-1]) == 6.0
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
