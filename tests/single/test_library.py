@@ -251,3 +251,9 @@ def test_bf16_stays_close_to_fp32() -> None:
         losses[precision] = [r.loss for r in run.steps(run.batches(dataset()), until=3)]
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.05)
     assert losses["bf16"] != losses["fp32"]
+
+
+def test_a_name_that_was_used_is_found_directly_afterwards() -> None:
+    vars(ganglion).pop("Plan", None)
+    assert ganglion.Plan.__name__ == "Plan"
+    assert "Plan" in vars(ganglion)
