@@ -136,3 +136,11 @@ def test_a_model_in_numbers_is_not_trained() -> None:
     check_trainable(described())
     with pytest.raises(ConfigError, match=r"can be predicted but not trained: set model\.build"):
         check_trainable(described(model={"build": ""}))
+
+
+def test_samples_without_tokens_go_with_sequences_of_any_length() -> None:
+    """A model of numbers is described alone: data.seq_len says nothing about it."""
+    run = read_source(Path("vgg19"), [Override("data.seq_len", "64")])
+    assert isinstance(run, RunFile)
+    assert describe_shape(expected_shape(run)).tokens == 1
+    assert resolve(run).global_batch_size == run.train.global_batch_size

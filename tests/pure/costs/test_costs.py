@@ -185,6 +185,11 @@ def test_wrong_values_name_file_and_key(old: str, new: str, text: str) -> None:
         ("[compute]", "[computing]", "did you mean 'cluster.compute'?"),
         ("[links.inter]", "[links.internode]", "did you mean 'cluster.links.inter'?"),
         ("jitter", "qqqq", "unknown key 'cluster.compute.qqqq'; known are ['fp32_tflops'"),
+        (
+            "[links.intra]",
+            '[prefix_rates]\nintra_gbps = {"1x2" = 8}\ninter_gbs = 8\n[links.intra]',
+            "did you mean 'cluster.prefix_rates.inter_gbps'?",
+        ),
     ],
 )
 def test_unknown_keys_name_a_near_one(old: str, new: str, text: str) -> None:
