@@ -44,16 +44,9 @@ def ask(cluster: str = "perlmutter", *, fix: str = "", **changes: object) -> Que
     return replace(question, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        "summit",
-        pytest.param("perlmutter", marks=pytest.mark.slow),
-        pytest.param("p3.16xlarge", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("cluster", ["perlmutter", "summit", "p3.16xlarge"])
 def test_the_best_is_that_of_all_layouts_priced_one_by_one(cluster: str) -> None:
-    question = ask(cluster)
+    question = ask(cluster, num_ranks=4, global_batch_size=32)
     every = []
     for layout in layouts(question):
         for (name, chunks), order in product(

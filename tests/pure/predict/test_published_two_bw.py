@@ -8,6 +8,8 @@ largest that fits, by the rule of its figure 9 (spec A.9), 14.2 GB, which gives 
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from ganglion.decide.costs import find_cluster, two_bw_step_s
@@ -21,6 +23,7 @@ USABLE_BYTES = 14.2e9
 MICROBATCHES = (1, 2, 4, 8, 16)
 
 
+@cache
 def layout(
     name: str, width: int, depth: int, batch: int, schedule: str, microbatch: int
 ) -> Prediction:
