@@ -32,7 +32,6 @@ from ganglion.decide.config import (
 )
 from ganglion.decide.costs import find_cluster
 from ganglion.decide.plan import Plan
-from ganglion.decide.planner import best_plan
 from ganglion.decide.predict import decide_activations, fit_budget
 from ganglion.decide.schedules.pipeline import canonical_schedule
 from ganglion.decide.topology import Launch, read_launch
@@ -244,6 +243,8 @@ def _best_plan(
     """Return what the planner chooses for these processes."""
     if num_ranks is None:
         raise ConfigError("--plan auto needs the number of processes: add --nproc N")
+    from ganglion.decide.planner import best_plan  # most trainings do not plan
+
     cluster = find_cluster(options.cluster)
     best = best_plan(file, cluster, num_ranks)
     if is_told:
