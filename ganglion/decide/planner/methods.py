@@ -21,7 +21,14 @@ from ganglion.decide.planner.answer import Answer, PlannedLayout
 from ganglion.decide.planner.candidates import Layout, Pipelining, layouts
 from ganglion.decide.planner.estimate import Estimate, Storage
 from ganglion.decide.planner.question import Question
-from ganglion.decide.planner.search import NUM_CONFIRMED, Check, planned, priced, search
+from ganglion.decide.planner.search import (
+    NUM_CONFIRMED,
+    Check,
+    planned,
+    priced,
+    search,
+    too_stale,
+)
 from ganglion.decide.schedules.pipeline import check_planned
 from ganglion.decide.shapes import Layout as TensorLayout
 from ganglion.decide.shapes import activations_of, blocks_of
@@ -137,6 +144,8 @@ def _answer(
     """Return the plans with the best scores, priced by simulation; memory limits none of them."""
     rows: list[PlannedLayout] = []
     for score_s, plan in sorted(scored, key=lambda pair: pair[0]):
+        if too_stale(question, plan.schedule, plan.pipe):
+            continue
         with suppress(ConfigError):
             check_planned(plan)
             check(plan)
@@ -147,7 +156,7 @@ def _answer(
         raise LayoutError(
             f"--method {method} finds no layout of {question.name} that fits "
             f"{question.num_ranks} ranks of {question.cluster.name}: use --method full, more "
-            f"ranks, or a batch with more factors of two"
+            f"ranks, a batch with more factors of two, or no --max-staleness"
         )
     return Answer(
         question=question,

@@ -111,6 +111,7 @@ def parse_fixed(text: str) -> dict[str, tuple[object, ...]]:
     return found
 
 
+_SIZES = ("data", "pipe", "x", "y", "z", "microbatch_size")
 _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 _FIELDS: dict[str, object] = {one.name: one.default for one in fields(Plan)}
 
@@ -137,10 +138,13 @@ def _value(name: str, key: str, text: str) -> object:
             return ("false", "true").index(text.lower()) == 1
         if isinstance(default, tuple):
             return tuple(text.split("+"))
-        return _NUMBERS[type(default)](text) if type(default) in _NUMBERS else text
+        value = _NUMBERS[type(default)](text) if type(default) in _NUMBERS else text
     except ValueError as error:
         kind = "true or false" if isinstance(default, bool) else "a number"
         raise ConfigError(f"--fix {key}={text}: {text!r} is not {kind}") from error
+    if name in _SIZES and isinstance(value, int) and value < 1:
+        raise LayoutError(f"--fix {key}={text}: a size must be at least 1")
+    return value
 
 
 def _rank_order(text: str) -> tuple[str, ...]:

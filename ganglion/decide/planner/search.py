@@ -140,7 +140,7 @@ class _Found:
             cost_s = [self._estimator.network_s(layout, order, precision) for order in orders]
             orders = [orders[cost_s.index(min(cost_s))]]
         for schedule, chunks in schedules(self._question, layout):
-            if not _too_stale(self._question, schedule, layout.pipe):
+            if not too_stale(self._question, schedule, layout.pipe):
                 self.num_considered += 1
                 found = list(
                     self._stored(layout, Pipelining(schedule, chunks, orders[0]), precision)
@@ -166,7 +166,8 @@ def staleness_of(schedule: str, pipe: int) -> int:
     return {"two_bw": 1, "stash": pipe - 1}.get(schedule, 0) if pipe > 1 else 0
 
 
-def _too_stale(question: Question, schedule: str, pipe: int) -> bool:
+def too_stale(question: Question, schedule: str, pipe: int) -> bool:
+    """Return whether gradients of a schedule are later than the question allows."""
     most = question.max_staleness
     return most is not None and staleness_of(schedule, pipe) > most
 

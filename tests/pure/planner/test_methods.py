@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ganglion.decide.planner import plan
+from ganglion.errors import LayoutError
 
 
 def test_axonn_4d_ranks_grids_by_its_communication_model() -> None:
@@ -34,3 +35,16 @@ def test_pipedream_2bw_chooses_the_published_depth(model: str, depth: int, batch
     assert all(row.plan.schedule == "two_bw" for row in found.plans)
     scores = [row.score_s for row in found.plans]
     assert scores == sorted(scores)  # type: ignore[type-var]
+
+
+def test_a_method_obeys_the_bound_of_staleness() -> None:
+    """2BW is one update late, so nothing is left of its planner where that is forbidden."""
+    with pytest.raises(LayoutError, match="or no --max-staleness"):
+        plan(
+            "gpt-355m",
+            cluster="p3.16xlarge",
+            gpus=8,
+            batch=64,
+            method="pipedream_2bw",
+            max_staleness=0,
+        )

@@ -49,6 +49,8 @@ def test_fields_are_read_as_their_own_types() -> None:
         ("order=data-data", "each once"),
         ("schedule=1f2b", "--fix schedule = '1f2b' is not a schedule; did you mean '1f1b'"),
         ("num_microbatches=4", "follows from --batch, data, z and microbatch"),
+        ("pipe=0", "--fix pipe=0: a size must be at least 1"),
+        ("microbatch=4|-2", "--fix microbatch=-2: a size must be at least 1"),
         ("overlap=perhaps", "'perhaps' is not true or false"),
     ],
 )
