@@ -9,7 +9,7 @@ import pytest
 
 from ganglion.decide.costs import find_cluster
 from ganglion.decide.plan import Plan
-from ganglion.decide.planner import Answer, Question, answer_of, parse_fixed, priced
+from ganglion.decide.planner import Answer, Question, answer_of, parse_fixed, plan, priced
 from ganglion.decide.planner.candidates import layouts, rank_orders, schedules
 from ganglion.decide.planner.question import device_bytes
 from ganglion.decide.predict import predict_layout
@@ -167,3 +167,19 @@ def test_a_price_follows_from_hours_and_the_cluster_file() -> None:
     assert per_hour is not None
     assert answer.price(1e12) == pytest.approx(per_hour * hours)
     assert answer_of(ask("summit")).price(1e12) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "gpus", "batch", "fix"),
+    [
+        # Groups of 4 ranks do not divide nodes of 6: some of them cross nodes.
+        ("gpt-12b", "summit", 48, 2048, "data=2,pipe=6,x=2,y=1,z=2,microbatch=4,schedule=1f1b"),
+        # Weights gathered between nodes for a small microbatch take longer than its products.
+        ("axonn4d-10b", "perlmutter", 64, 64, "data=1,pipe=1,x=1,y=1,z=64,microbatch=1"),
+    ],
+)
+def test_the_closed_form_is_near_the_simulation(
+    model: str, cluster: str, gpus: int, batch: int, fix: str
+) -> None:
+    row = plan(model, cluster=cluster, gpus=gpus, batch=batch, fix=fix).best
+    assert row.estimated_s == pytest.approx(row.step_s, rel=0.2)
